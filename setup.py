@@ -10,7 +10,7 @@ readme = Path(__file__).with_name("README.md")
 setup(
     name="megatron-leangrpo",
     version="0.1.0",
-    description="GRPO post-training of diffusion transformers on megatron-core without recomputation",
+    description="GRPO post-training of FLUX and Wan on megatron-core, without recomputation",
     long_description=readme.read_text(encoding="utf-8") if readme.exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
