@@ -1,0 +1,229 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""CUDA or host (CPU + gloo): the device, the process groups, and what megatron-core needs on a CPU.
+
+megatron-core names CUDA in many places by habit. On a machine without CUDA the few names it needs
+are adapted here and nowhere else; with CUDA present nothing is patched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+_TP_SETTING = "parallel.tensor_model_parallel_size"
+
+
+def is_host() -> bool:
+    """True when there is no CUDA device, so that everything runs on the CPU with gloo."""
+    return not torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """The device of this rank: `cuda:LOCAL_RANK`, or the CPU."""
+    if is_host():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def synchronize() -> None:
+    """Wait for the device to finish, so that a clock read afterwards means something."""
+    if not is_host():
+        torch.cuda.synchronize()
+
+
+def initialize_distributed(
+    tensor_model_parallel_size: int = 1, timeout_seconds: float = 600
+) -> None:
+    """Start torch.distributed (torchrun's environment, or one process alone) and megatron's groups.
+
+    May be called again with another tensor-parallel size; the world itself is started once.
+    A collective that waits longer than `timeout_seconds` raises, so a dead rank ends the job.
+    """
+    from megatron.core import parallel_state
+
+    adapt_megatron_to_host()
+    timeout = timedelta(seconds=timeout_seconds)
+    if not is_host():
+        torch.cuda.set_device(device())
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    check_tensor_model_parallel_size(tensor_model_parallel_size, world)
+    if not dist.is_initialized():
+        _start_world(timeout)
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        distributed_timeout_minutes=timeout_seconds / 60,
+        # There are no word embeddings to keep equal between pipeline stages.
+        get_embedding_ranks=lambda ranks, *_: ranks[:1],
+        get_position_embedding_ranks=lambda ranks, *_: ranks[:1],
+        create_gloo_process_groups=False,
+    )
+
+
+def check_tensor_model_parallel_size(size: int, world: int) -> None:
+    """Raise ValueError unless `size` divides the number of processes."""
+    valid = [n for n in range(1, world + 1) if world % n == 0]
+    if size not in valid:
+        raise ValueError(
+            f"{_TP_SETTING} is {size}, which does not divide the {world} process"
+            f"{'es' if world > 1 else ''} of this run; valid values: {', '.join(map(str, valid))}"
+        )
+
+
+def _start_world(timeout: timedelta) -> None:
+    backend = "gloo" if is_host() else "nccl"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    # An in-memory store needs no port, so two runs on one machine cannot meet.
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def destroy_distributed() -> None:
+    """Leave megatron's groups and torch.distributed; safe to call when nothing was started."""
+    if not dist.is_initialized():
+        return
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def rank() -> int:
+    """Global rank; 0 before anything is initialised."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of processes; 1 before anything is initialised."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def tp_group() -> dist.ProcessGroup | None:
+    """The tensor-parallel group of this rank, or None before megatron's groups exist."""
+    return _megatron_group("get_tensor_model_parallel_group")
+
+
+def dp_group() -> dist.ProcessGroup | None:
+    """The data-parallel group of this rank, or None before megatron's groups exist."""
+    return _megatron_group("get_data_parallel_group")
+
+
+def _megatron_group(getter: str) -> dist.ProcessGroup | None:
+    if not dist.is_initialized():
+        return None
+    from megatron.core import parallel_state
+
+    return getattr(parallel_state, getter)() if parallel_state.is_initialized() else None
+
+
+def _group_size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else group.size()
+
+
+def _group_rank(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else group.rank()
+
+
+def tp_size() -> int:
+    """Tensor-parallel size."""
+    return _group_size(tp_group())
+
+
+def tp_rank() -> int:
+    """Rank in the tensor-parallel group."""
+    return _group_rank(tp_group())
+
+
+def dp_size() -> int:
+    """Data-parallel size."""
+    return _group_size(dp_group())
+
+
+def dp_rank() -> int:
+    """Rank in the data-parallel group."""
+    return _group_rank(dp_group())
+
+
+def is_logging_rank() -> bool:
+    """True on the one rank that prints and writes files."""
+    return rank() == 0
+
+
+class _NoStream:
+    """Stands for a CUDA stream where there is only one queue of work: the program itself."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def wait_stream(self, stream: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+def _host_replacements() -> dict[str, Callable[..., object]]:
+    cpu = torch.device("cpu")
+    return {
+        # The tensor-parallel mappings and DDP buffers allocate on torch.cuda.current_device().
+        "current_device": lambda: cpu,
+        # Parameter offload, timers and timeout updates call it unconditionally.
+        "synchronize": lambda *args, **kwargs: None,
+        # DDP makes a communication stream when gradients are reduced during the backward pass ...
+        "Stream": _NoStream,
+        # ... enters it ...
+        "stream": lambda *args, **kwargs: contextlib.nullcontext(),
+        # ... and orders it after the stream that computes.
+        "current_stream": lambda *args, **kwargs: _NoStream(),
+        "default_stream": lambda *args, **kwargs: _NoStream(),
+    }
+
+
+def adapt_megatron_to_host() -> None:
+    """Replace the `torch.cuda` names that megatron-core calls without asking; no-op with CUDA."""
+    if is_host():
+        for name, replacement in _host_replacements().items():
+            setattr(torch.cuda, name, replacement)
+
+
+_CUDA_TYPE_NAMES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+    torch.float16: "torch.cuda.HalfTensor",
+}
+
+
+class _CudaNamesOnHost(TorchFunctionMode):
+    """Makes explicit requests for CUDA in megatron's optimizer mean the CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        kwargs = kwargs or {}
+        # The optimizers and the gradient norm create scalars with device="cuda".
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        # Checkpoint loading moves optimizer state with Tensor.cuda().
+        if func is torch.Tensor.cuda:
+            return args[0]
+        # Clipping and the distributed optimizer compare Tensor.type() with torch.cuda.* names.
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return _CUDA_TYPE_NAMES.get(args[0].dtype) or func(*args)
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def host_mode() -> Iterator[None]:
+    """Wrap building and stepping megatron's optimizer and loading checkpoints; no-op with CUDA."""
+    if not is_host():
+        yield
+        return
+    adapt_megatron_to_host()
+    with _CudaNamesOnHost():
+        yield
