@@ -44,7 +44,7 @@ find_base_python() {
 }
 
 pip_install() {
-  "$VENV_PYTHON" -m pip install --quiet --no-input --disable-pip-version-check "$@" ||
+  "$VENV_PYTHON" -m pip install -qq --no-input --disable-pip-version-check "$@" ||
     die "pip could not install: $*; its own message is above. Run this again once it is solved"
 }
 
