@@ -63,7 +63,6 @@ def initialize_distributed(
         # There are no word embeddings to keep equal between pipeline stages.
         get_embedding_ranks=lambda ranks, *_: ranks[:1],
         get_position_embedding_ranks=lambda ranks, *_: ranks[:1],
-        create_gloo_process_groups=False,
     )
 
 
@@ -124,32 +123,34 @@ def _megatron_group(getter: str) -> dist.ProcessGroup | None:
     return getattr(parallel_state, getter)() if parallel_state.is_initialized() else None
 
 
-def _group_size(group: dist.ProcessGroup | None) -> int:
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Number of ranks; 1 for no group."""
     return 1 if group is None else group.size()
 
 
-def _group_rank(group: dist.ProcessGroup | None) -> int:
+def group_rank(group: dist.ProcessGroup | None) -> int:
+    """Our rank; 0 for no group."""
     return 0 if group is None else group.rank()
 
 
 def tp_size() -> int:
     """Tensor-parallel size."""
-    return _group_size(tp_group())
+    return group_size(tp_group())
 
 
 def tp_rank() -> int:
     """Rank in the tensor-parallel group."""
-    return _group_rank(tp_group())
+    return group_rank(tp_group())
 
 
 def dp_size() -> int:
     """Data-parallel size."""
-    return _group_size(dp_group())
+    return group_size(dp_group())
 
 
 def dp_rank() -> int:
     """Rank in the data-parallel group."""
-    return _group_rank(dp_group())
+    return group_rank(dp_group())
 
 
 def is_logging_rank() -> bool:
@@ -204,7 +205,7 @@ _CUDA_TYPE_NAMES = {
 class _CudaNamesOnHost(TorchFunctionMode):
     """Makes explicit requests for CUDA in megatron's optimizer mean the CPU."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         # The optimizers and the gradient norm create scalars with device="cuda".
         if str(kwargs.get("device", "")).startswith("cuda"):

@@ -1,1 +1,2 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""FLUX: configuration, model and weights."""

@@ -1,0 +1,124 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""The tensor-parallel linear layers of every model here; all tensors are `[s, b, h]`.
+
+They keep megatron's parameters, attributes and collectives, return the output alone, and multiply
+with torch's own linear wherever no collective is tied to the product.
+"""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_leangrpo import platform
+from megatron_leangrpo.parallel.mappings import reduce_partial_sums
+
+
+def _leave_uninitialised(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
+def _mark_sharded(weight: torch.nn.Parameter, dim: int) -> None:
+    """Set what megatron sets only when it initialises: the gradient norm counts it on all ranks."""
+    if not hasattr(weight, "tensor_model_parallel"):
+        set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
+
+
+def without_sequence_parallel(config: TransformerConfig) -> TransformerConfig:
+    """A copy of `config` for layers whose input is not sharded along the sequence."""
+    config = copy.copy(config)
+    config.sequence_parallel = False
+    return config
+
+
+class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
+    """Output features sharded over the tensor-parallel ranks.
+
+    With `takes_all_tokens` the input is whole on every rank although the model is sequence
+    parallel; with `reduces_input_grad=False` the caller sums the input's gradient over the ranks.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        config: TransformerConfig,
+        takes_all_tokens: bool = False,
+        reduces_input_grad: bool = True,
+    ) -> None:
+        super().__init__(
+            input_size,
+            output_size,
+            config=without_sequence_parallel(config) if takes_all_tokens else config,
+            init_method=_leave_uninitialised,
+            disable_grad_reduce=not reduces_input_grad,
+            tp_group=platform.tp_group(),
+        )
+        _mark_sharded(self.weight, dim=0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.sequence_parallel or self.allreduce_dgrad:
+            return super().forward(x)[0]
+        return F.linear(x, self.weight, self.bias)
+
+
+class RowParallelLinear(tensor_parallel.RowParallelLinear):
+    """Input features sharded over the tensor-parallel ranks; the bias is added once, after the sum."""
+
+    def __init__(self, input_size: int, output_size: int, config: TransformerConfig) -> None:
+        super().__init__(
+            input_size,
+            output_size,
+            config=config,
+            init_method=_leave_uninitialised,
+            bias=True,
+            input_is_parallel=True,
+            skip_bias_add=False,
+            tp_group=platform.tp_group(),
+        )
+        _mark_sharded(self.weight, dim=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if platform.group_size(self.tp_group) == 1:
+            return F.linear(x, self.weight, self.bias)
+        partial = F.linear(x, self.weight)
+        return reduce_partial_sums(partial, self.tp_group, self.sequence_parallel) + self.bias
+
+
+class JoinedRowParallelLinear(torch.nn.Module):
+    """One row-parallel linear over two inputs side by side, with one reduction and one bias.
+
+    The weight is kept as one parameter per input. As a single matrix its shard would be a selection
+    of columns that depends on the tensor-parallel size, and a checkpoint would load wrongly at
+    another size without an error.
+    """
+
+    def __init__(
+        self, attn_size: int, mlp_size: int, output_size: int, config: TransformerConfig
+    ) -> None:
+        super().__init__()
+        self.tp_group = platform.tp_group()
+        self.sequence_parallel = config.sequence_parallel
+        shards, dtype = platform.group_size(self.tp_group), config.params_dtype
+        self.attn_weight = torch.nn.Parameter(
+            torch.empty(output_size, attn_size // shards, dtype=dtype)
+        )
+        self.mlp_weight = torch.nn.Parameter(
+            torch.empty(output_size, mlp_size // shards, dtype=dtype)
+        )
+        self.bias = torch.nn.Parameter(torch.empty(output_size, dtype=dtype))
+        _mark_sharded(self.attn_weight, dim=1)
+        _mark_sharded(self.mlp_weight, dim=1)
+        self.bias.sequence_parallel = self.sequence_parallel
+
+    def forward(self, attn: torch.Tensor, mlp: torch.Tensor) -> torch.Tensor:
+        alone = platform.group_size(self.tp_group) == 1
+        partial = F.linear(attn, self.attn_weight, self.bias if alone else None)
+        partial = torch.addmm(partial.flatten(0, 1), mlp.flatten(0, 1), self.mlp_weight.t())
+        partial = partial.view(*attn.shape[:-1], -1)
+        if alone:
+            return partial
+        return reduce_partial_sums(partial, self.tp_group, self.sequence_parallel) + self.bias

@@ -1,0 +1,206 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""Moves weights and gradients between sharded parameters and full tensors under diffusers' names.
+
+A `Rule` joins a few of our parameters with a few of diffusers' tensors and knows both directions on
+full tensors; how a parameter is sharded is read from the attributes megatron put on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_leangrpo import platform
+
+_SHOWN_NAMES = 4
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Full tensors of `ours` (our parameter names) <-> full tensors of `theirs` (diffusers' names)."""
+
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    to_ours: Callable[[Tensors], Tensors]
+    to_theirs: Callable[[Tensors], Tensors]
+
+
+def same(ours: str, theirs: str) -> Rule:
+    """The same tensor under two names."""
+    return Rule((ours,), (theirs,), lambda tensors: tensors, lambda tensors: tensors)
+
+
+def concatenated(ours: tuple[str, ...], theirs: str, sizes: tuple[int, ...], dim: int) -> Rule:
+    """Several of our tensors are one of theirs, side by side along `dim`."""
+    return Rule(
+        ours,
+        (theirs,),
+        lambda tensors: tensors[0].split(sizes, dim),
+        lambda tensors: (torch.cat(tensors, dim),),
+    )
+
+
+def heads_interleaved(ours: str, theirs: tuple[str, ...], head_dim: int) -> Rule:
+    """Several projections of theirs are one of ours, row blocks alternating head by head.
+
+    A rank's heads are then one contiguous block of rows at every tensor-parallel size.
+    """
+
+    def to_ours(tensors: Tensors) -> Tensors:
+        by_head = [x.unflatten(0, (-1, head_dim)) for x in tensors]
+        return (torch.stack(by_head, dim=1).flatten(0, 2),)
+
+    def to_theirs(tensors: Tensors) -> Tensors:
+        by_head = tensors[0].unflatten(0, (-1, len(theirs), head_dim))
+        return tuple(by_head[:, n].flatten(0, 1) for n in range(len(theirs)))
+
+    return Rule((ours,), theirs, to_ours, to_theirs)
+
+
+def load_full_tensors(
+    model: torch.nn.Module, rules: Sequence[Rule], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Fill `model` from full tensors under diffusers' names, reading each tensor once.
+
+    Raises ValueError for missing, unknown or misshapen tensors before anything is overwritten by
+    that tensor; the first two are found before any weight changes.
+    """
+    parameters = _checked_parameters(model, rules)
+    shapes = full_shapes(model, rules)
+    _refuse("misses", sorted(set(shapes) - set(tensors)))
+    _refuse("has unknown", sorted(set(tensors) - set(shapes)))
+    with torch.no_grad():
+        for rule in rules:
+            theirs = tuple(tensors[name] for name in rule.theirs)
+            for name, tensor in zip(rule.theirs, theirs):
+                if tensor.shape != shapes[name]:
+                    raise ValueError(
+                        f"tensor {name} has shape {tuple(tensor.shape)}; this model needs "
+                        f"{tuple(shapes[name])}"
+                    )
+            for name, full in zip(rule.ours, rule.to_ours(theirs)):
+                parameter = parameters[name]
+                parameter.copy_(_own_shard(full, parameter))
+
+
+def full_tensors(
+    model: torch.nn.Module,
+    rules: Sequence[Rule],
+    read: Callable[[torch.nn.Parameter], torch.Tensor] = lambda parameter: parameter.detach(),
+) -> dict[str, torch.Tensor]:
+    """Full tensors under diffusers' names, gathered over tensor-parallel ranks.
+
+    Collective; every rank gets all of them. `read` picks what is exported of a parameter, a tensor
+    shaped like it. The tensors share no memory with the model.
+    """
+    parameters = _checked_parameters(model, rules)
+    exported = {}
+    for rule in rules:
+        full = tuple(_gather(read(parameters[n]), parameters[n]) for n in rule.ours)
+        for name, tensor in zip(rule.theirs, rule.to_theirs(full)):
+            exported[name] = tensor.clone(memory_format=torch.contiguous_format)
+    return exported
+
+
+def full_shapes(model: torch.nn.Module, rules: Sequence[Rule]) -> dict[str, torch.Size]:
+    """The shapes of all full tensors under diffusers' names; nothing is allocated."""
+    parameters = _checked_parameters(model, rules)
+    shapes = {}
+    for rule in rules:
+        tensors = rule.to_theirs(tuple(_full_meta(parameters[name]) for name in rule.ours))
+        shapes.update((name, tensor.shape) for name, tensor in zip(rule.theirs, tensors))
+    return shapes
+
+
+class RandomTensors(Mapping[str, torch.Tensor]):
+    """Tensors drawn when read, as torch initialises linears; norm weights are ones.
+
+    Each has a generator of its own, seeded by (seed, name).
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size], seed: int) -> None:
+        self._shapes, self._seed = shapes, seed
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        shape = self._shapes[name]
+        weight_shape = self._shapes[name.removesuffix("bias").removesuffix("weight") + "weight"]
+        if len(weight_shape) == 1:
+            return torch.ones(shape)
+        digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        bound = weight_shape[1] ** -0.5
+        return torch.empty(shape, device="cpu").uniform_(-bound, bound, generator=generator)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside megatron's data-parallel wrapper."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The gradient of a parameter: megatron's buffer, torch's, or zeros if there is none."""
+    gradient = getattr(parameter, "main_grad", None)
+    if gradient is None:
+        gradient = parameter.grad
+    return torch.zeros_like(parameter) if gradient is None else gradient.detach()
+
+
+def _checked_parameters(
+    model: torch.nn.Module, rules: Sequence[Rule]
+) -> dict[str, torch.nn.Parameter]:
+    parameters = dict(model.named_parameters())
+    mapped = [name for rule in rules for name in rule.ours]
+    assert len(set(mapped)) == len(mapped) and set(mapped) == set(parameters), set(mapped) ^ set(
+        parameters
+    )
+    return parameters
+
+
+def _refuse(what: str, names: list[str]) -> None:
+    if names:
+        more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+        tensors = "tensor" if len(names) == 1 else "tensors"
+        raise ValueError(
+            f"the weight file {what} {len(names)} {tensors}: {', '.join(names[:_SHOWN_NAMES])}{more}"
+        )
+
+
+def shard_dim(parameter: torch.nn.Parameter) -> int | None:
+    """The dimension along which a parameter is cut over tensor-parallel ranks, or None."""
+    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
+
+
+def _full_meta(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """A tensor without data that has the parameter's unsharded shape."""
+    shape, dim = list(parameter.shape), shard_dim(parameter)
+    if dim is not None:
+        shape[dim] *= platform.tp_size()
+    return torch.empty(shape, device="meta")
+
+
+def _own_shard(full: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+    dim = shard_dim(parameter)
+    return full if dim is None else full.chunk(platform.tp_size(), dim)[platform.tp_rank()]
+
+
+def _gather(shard: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+    dim = shard_dim(parameter)
+    if dim is None or platform.tp_size() == 1:
+        return shard
+    shards = [torch.empty_like(shard) for _ in range(platform.tp_size())]
+    dist.all_gather(shards, shard.contiguous(), group=platform.tp_group())
+    return torch.cat(shards, dim)

@@ -1,0 +1,248 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""FLUX from top to bottom, on megatron-core's tensor- and sequence-parallel layers.
+
+Letters: s tokens, b samples, h hidden features; tensors are `[s, b, h]` inside. `img`, `txt` and
+`vec` are the image tokens, the text tokens and the conditioning vector of the paper's figure.
+Under sequence parallelism the residual streams hold this rank's share of the tokens; every
+projection that enters a block gathers them, every one that leaves it scatters them again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_leangrpo import platform
+from megatron_leangrpo.models.common.attention import HeadNorm, attend, normalise_qk, split_qkv
+from megatron_leangrpo.models.common.embeddings import SINUSOID_WIDTH, MLPEmbedder, sinusoid
+from megatron_leangrpo.models.common.linear import (
+    ColumnParallelLinear,
+    JoinedRowParallelLinear,
+    RowParallelLinear,
+)
+from megatron_leangrpo.models.common.modulation import Modulation, gated_residual, modulated_norm
+from megatron_leangrpo.models.common.rotary import apply_rotary
+from megatron_leangrpo.models.flux.config import FluxConfig
+from megatron_leangrpo.models.flux.positions import Positions
+from megatron_leangrpo.parallel.mappings import enter_tensor_parallel, gather_tokens, scatter_tokens
+from megatron_leangrpo.parallel.tokens import TokenLayout, pad_tokens
+
+if TYPE_CHECKING:
+    from megatron_leangrpo.conditioning.encoders import Conditioning
+
+
+class FluxTransformer(MegatronModule):
+    """The velocity of packed latents, given their noise level and the prompt."""
+
+    def __init__(self, flux_config: FluxConfig) -> None:
+        config = flux_config.transformer_config()
+        super().__init__(config)
+        assert config.hidden_dropout == 0.0 and config.attention_dropout == 0.0
+        self.flux_config = flux_config
+        self.tp_group = platform.tp_group()
+        assert platform.group_size(self.tp_group) == flux_config.tensor_model_parallel_size
+
+        hidden, dtype = flux_config.hidden_size, flux_config.params_dtype
+        self.img_in = torch.nn.Linear(flux_config.in_channels, hidden, dtype=dtype)
+        self.txt_in = torch.nn.Linear(flux_config.joint_attention_dim, hidden, dtype=dtype)
+        self.time_in = MLPEmbedder(SINUSOID_WIDTH, hidden, dtype)
+        self.vector_in = MLPEmbedder(flux_config.pooled_projection_dim, hidden, dtype)
+        if flux_config.guidance_embeds:
+            self.guidance_in = MLPEmbedder(SINUSOID_WIDTH, hidden, dtype)
+
+        self.double_blocks = torch.nn.ModuleList(
+            DoubleStreamBlock(config, flux_config) for _ in range(flux_config.num_double_blocks)
+        )
+        self.single_blocks = torch.nn.ModuleList(
+            SingleStreamBlock(config, flux_config) for _ in range(flux_config.num_single_blocks)
+        )
+        self.final_layer = LastLayer(config, flux_config.out_channels)
+
+    def forward(
+        self,
+        latents: torch.Tensor,
+        timestep: torch.Tensor,
+        conditioning: Conditioning,
+        grid: tuple[int, int],
+    ) -> torch.Tensor:
+        """Velocity `[b, s, c]` of latents `[b, s, c]`, equal on all tensor-parallel ranks.
+
+        `timestep` is `[b]` in [0, 1]; `grid` is (rows, columns) of tokens, whose product is s.
+        """
+        dtype = self.flux_config.params_dtype
+        assert grid[0] * grid[1] == latents.shape[1], (grid, latents.shape)
+        img = self.img_in(latents.to(dtype)).transpose(0, 1)
+        txt = self.txt_in(conditioning.prompt_embeds.to(dtype)).transpose(0, 1)
+        vec = self.embed_conditioning(timestep, conditioning)
+
+        layout = TokenLayout(txt.shape[0], img.shape[0], self.sequence_shards)
+        positions = Positions.of(layout, grid, self.flux_config.axes_dims_rope, dtype, img.device)
+        img = scatter_padded(img, layout.image_per_partition, layout.shards, self.tp_group)
+        txt = scatter_padded(txt, layout.text_per_partition, layout.shards, self.tp_group)
+
+        for block in self.double_blocks:
+            img, txt = block(img, txt, vec, positions)
+        tokens = torch.cat((txt, img))
+        for block in self.single_blocks:
+            tokens = block(tokens, vec, positions)
+        img = tokens[txt.shape[0] :]
+
+        velocity = self.final_layer(img, vec)
+        if layout.shards > 1:
+            velocity = gather_tokens(velocity, self.tp_group)[: layout.image]
+        return velocity.transpose(0, 1).contiguous()
+
+    @property
+    def sequence_shards(self) -> int:
+        """Ranks over which the tokens are sharded between the projections."""
+        return platform.group_size(self.tp_group) if self.config.sequence_parallel else 1
+
+    def embed_conditioning(
+        self, timestep: torch.Tensor, conditioning: Conditioning
+    ) -> torch.Tensor:
+        """The conditioning vector `[b, h]`, with the SiLU that every modulation starts with."""
+        dtype = self.flux_config.params_dtype
+        # diffusers rounds to the model's dtype before it multiplies; in bfloat16 3.5 becomes 3504.
+        vec = self.time_in(sinusoid(timestep.to(dtype) * 1000, dtype))
+        if self.flux_config.guidance_embeds:
+            assert conditioning.guidance is not None, "this model takes a guidance scale"
+            vec = vec + self.guidance_in(sinusoid(conditioning.guidance.to(dtype) * 1000, dtype))
+        return F.silu(vec + self.vector_in(conditioning.pooled.to(dtype)))
+
+
+def scatter_padded(
+    x: torch.Tensor, per_partition: int, shards: int, group: torch.distributed.ProcessGroup | None
+) -> torch.Tensor:
+    """This rank's tokens of a whole stream `[s, b, h]`, padded so that every rank has as many."""
+    return scatter_tokens(pad_tokens(x, per_partition * shards), group) if shards > 1 else x
+
+
+class DoubleStreamBlock(MegatronModule):
+    """Image and text have weights of their own and attend to each other."""
+
+    def __init__(self, config: TransformerConfig, flux_config: FluxConfig) -> None:
+        super().__init__(config)
+        self.img_mod = Modulation(config, chunks=6)
+        self.txt_mod = Modulation(config, chunks=6)
+        self.attn = JointAttention(config, flux_config.head_dim)
+        self.img_mlp = MLP(config)
+        self.txt_mlp = MLP(config)
+
+    def forward(
+        self, img: torch.Tensor, txt: torch.Tensor, vec: torch.Tensor, positions: Positions
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        img_shift1, img_scale1, img_gate1, img_shift2, img_scale2, img_gate2 = self.img_mod(vec)
+        txt_shift1, txt_scale1, txt_gate1, txt_shift2, txt_scale2, txt_gate2 = self.txt_mod(vec)
+
+        img_attn, txt_attn = self.attn(
+            modulated_norm(img, img_shift1, img_scale1),
+            modulated_norm(txt, txt_shift1, txt_scale1),
+            positions,
+        )
+        img = gated_residual(img, img_gate1, img_attn)
+        txt = gated_residual(txt, txt_gate1, txt_attn)
+
+        img_update = self.img_mlp(modulated_norm(img, img_shift2, img_scale2))
+        txt_update = self.txt_mlp(modulated_norm(txt, txt_shift2, txt_scale2))
+        return (
+            gated_residual(img, img_gate2, img_update),
+            gated_residual(txt, txt_gate2, txt_update),
+        )
+
+
+class JointAttention(MegatronModule):
+    """Attention over text and image tokens, each stream with projections and norms of its own."""
+
+    def __init__(self, config: TransformerConfig, head_dim: int) -> None:
+        super().__init__(config)
+        self.head_dim = head_dim
+        hidden, dtype = config.hidden_size, config.params_dtype
+        self.linear_qkv = ColumnParallelLinear(hidden, 3 * hidden, config)
+        self.added_linear_qkv = ColumnParallelLinear(hidden, 3 * hidden, config)
+        self.q_layernorm = HeadNorm(head_dim, dtype)
+        self.k_layernorm = HeadNorm(head_dim, dtype)
+        self.added_q_layernorm = HeadNorm(head_dim, dtype)
+        self.added_k_layernorm = HeadNorm(head_dim, dtype)
+        self.linear_proj = RowParallelLinear(hidden, hidden, config)
+        self.added_linear_proj = RowParallelLinear(hidden, hidden, config)
+
+    def forward(
+        self, img: torch.Tensor, txt: torch.Tensor, positions: Positions
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layout = positions.layout
+        # The projections gather the tokens; what was padded for them ends here.
+        img_qk, img_v = split_qkv(self.linear_qkv(img)[: layout.image], self.head_dim)
+        txt_qk, txt_v = split_qkv(self.added_linear_qkv(txt)[: layout.text], self.head_dim)
+        img_qk = normalise_qk(img_qk, self.q_layernorm, self.k_layernorm)
+        txt_qk = normalise_qk(txt_qk, self.added_q_layernorm, self.added_k_layernorm)
+
+        qk = apply_rotary(torch.cat((txt_qk, img_qk)), positions.separate)
+        out = attend(qk, torch.cat((txt_v, img_v)))
+        txt, img = out.split((layout.text, layout.image))
+        img = pad_tokens(img, layout.image_per_partition * layout.shards)
+        txt = pad_tokens(txt, layout.text_per_partition * layout.shards)
+        return self.linear_proj(img), self.added_linear_proj(txt)
+
+
+class MLP(MegatronModule):
+    """Two linears with tanh-approximated GELU between."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.linear_fc1 = ColumnParallelLinear(config.hidden_size, config.ffn_hidden_size, config)
+        self.linear_fc2 = RowParallelLinear(config.ffn_hidden_size, config.hidden_size, config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear_fc2(F.gelu(self.linear_fc1(x), approximate="tanh"))
+
+
+class SingleStreamBlock(MegatronModule):
+    """Attention and MLP side by side over the joined tokens: one gather in, one reduction out."""
+
+    def __init__(self, config: TransformerConfig, flux_config: FluxConfig) -> None:
+        super().__init__(config)
+        self.head_dim = flux_config.head_dim
+        hidden, ffn, dtype = config.hidden_size, config.ffn_hidden_size, config.params_dtype
+        shared_input = {"takes_all_tokens": True, "reduces_input_grad": False}
+        self.modulation = Modulation(config, chunks=3)
+        self.linear_qkv = ColumnParallelLinear(hidden, 3 * hidden, config, **shared_input)
+        self.linear_fc1 = ColumnParallelLinear(hidden, ffn, config, **shared_input)
+        self.q_layernorm = HeadNorm(self.head_dim, dtype)
+        self.k_layernorm = HeadNorm(self.head_dim, dtype)
+        self.linear_out = JoinedRowParallelLinear(hidden, ffn, hidden, config)
+
+    def forward(
+        self, tokens: torch.Tensor, vec: torch.Tensor, positions: Positions
+    ) -> torch.Tensor:
+        shift, scale, gate = self.modulation(vec)
+        x = modulated_norm(tokens, shift, scale)
+        x = enter_tensor_parallel(x, self.linear_qkv.tp_group, self.config.sequence_parallel)
+
+        qkv = positions.drop_pads(self.linear_qkv(x))
+        qk, v = split_qkv(qkv, self.head_dim)
+        qk = normalise_qk(qk, self.q_layernorm, self.k_layernorm)
+        attn = attend(apply_rotary(qk, positions.joined), v)
+        mlp = F.gelu(self.linear_fc1(x), approximate="tanh")
+
+        return gated_residual(tokens, gate, self.linear_out(positions.restore_pads(attn), mlp))
+
+
+class LastLayer(MegatronModule):
+    """The modulated projection of image tokens to velocities."""
+
+    def __init__(self, config: TransformerConfig, out_channels: int) -> None:
+        super().__init__(config)
+        self.modulation = Modulation(config, chunks=2)
+        self.linear = torch.nn.Linear(config.hidden_size, out_channels, dtype=config.params_dtype)
+        # It is applied to this rank's tokens, so megatron sums its gradients over the ranks.
+        for parameter in self.linear.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+    def forward(self, img: torch.Tensor, vec: torch.Tensor) -> torch.Tensor:
+        # diffusers' order; the original model's is shift, scale.
+        scale, shift = self.modulation(vec)
+        return self.linear(modulated_norm(img, shift, scale))
