@@ -74,7 +74,7 @@ def reduce_partial_sums(
 def enter_tensor_parallel(
     x: torch.Tensor, group: dist.ProcessGroup | None, sequence_parallel: bool
 ) -> torch.Tensor:
-    """All tokens `[s, b, h]` for column-parallel products; the gradient is summed over the group."""
+    """All tokens `[s, b, h]` for column-parallel products; their gradient is summed over ranks."""
     if _is_alone(group):
         return x
     if sequence_parallel:

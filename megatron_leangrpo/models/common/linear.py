@@ -66,7 +66,7 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
 
 
 class RowParallelLinear(tensor_parallel.RowParallelLinear):
-    """Input features sharded over the tensor-parallel ranks; the bias is added once, after the sum."""
+    """Input features sharded over the tensor-parallel ranks; one bias, added after the sum."""
 
     def __init__(self, input_size: int, output_size: int, config: TransformerConfig) -> None:
         super().__init__(

@@ -23,7 +23,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Rule:
-    """Full tensors of `ours` (our parameter names) <-> full tensors of `theirs` (diffusers' names)."""
+    """Full tensors of our parameters `ours` <-> full tensors of diffusers' `theirs`."""
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
@@ -172,11 +172,10 @@ def _checked_parameters(
 
 def _refuse(what: str, names: list[str]) -> None:
     if names:
+        shown = ", ".join(names[:_SHOWN_NAMES])
         more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
         tensors = "tensor" if len(names) == 1 else "tensors"
-        raise ValueError(
-            f"the weight file {what} {len(names)} {tensors}: {', '.join(names[:_SHOWN_NAMES])}{more}"
-        )
+        raise ValueError(f"the weight file {what} {len(names)} {tensors}: {shown}{more}")
 
 
 def shard_dim(parameter: torch.nn.Parameter) -> int | None:

@@ -37,7 +37,7 @@ class FluxConfig:
     pooled_projection_dim: int = 768
     """Width of the pooled prompt embedding (CLIP)."""
     guidance_embeds: bool = True
-    """Whether the model takes the guidance scale as an input (FLUX.1-dev does, schnell does not)."""
+    """Whether the guidance scale is an input (it is in FLUX.1-dev, not in schnell)."""
     axes_dims_rope: tuple[int, ...] = (16, 56, 56)
     """Rotary dimensions of the axes (unused, row, column); they add up to the head dimension."""
     recompute_granularity: str = "none"
@@ -99,7 +99,7 @@ class FluxConfig:
             bf16=self.params_dtype == torch.bfloat16,
             hidden_dropout=0.0,
             attention_dropout=0.0,
-            # Weights are filled by the loader or by `initialise`, on whatever device is the default.
+            # Weights are filled by the loader or by `initialise`, on torch's default device.
             use_cpu_initialization=True,
             perform_initialization=False,
             # megatron sums the gradients of the per-head norms over tensor-parallel ranks.
@@ -187,8 +187,9 @@ def from_diffusers_config(config: Mapping[str, Any], **overrides: Any) -> FluxCo
     out_channels = full.get("out_channels") or full["in_channels"]
     if out_channels != full["in_channels"]:
         raise ValueError(
-            f"in_channels is {full['in_channels']} and out_channels {out_channels}: a policy denoises "
-            "its own input, so both must be equal (inpainting and control variants cannot be one)"
+            f"in_channels is {full['in_channels']} and out_channels {out_channels}: a policy "
+            "denoises its own input, so both must be equal (inpainting and control variants cannot "
+            "be one)"
         )
     return FluxConfig(
         hidden_size=full["num_attention_heads"] * full["attention_head_dim"],

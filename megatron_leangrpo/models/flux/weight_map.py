@@ -132,7 +132,7 @@ def export_diffusers_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor
 
 
 def initialise(model: torch.nn.Module, seed: int) -> None:
-    """Random weights as diffusers' own constructor draws them, the same in every parallel layout."""
+    """Random weights from torch's distributions for linears, the same in every layout."""
     model = unwrapped(model)
     rules = weight_rules(model.flux_config)
     load_full_tensors(model, rules, RandomTensors(full_shapes(model, rules), seed))
