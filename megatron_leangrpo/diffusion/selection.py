@@ -53,10 +53,10 @@ def _check_scope(scope: str, valid: Sequence[str]) -> None:
         raise ValueError(f"sampling.selection_scope={scope!r}: must be one of {tuple(valid)}")
 
 
-def _check_fraction(fraction: float, count: int, num_steps: int) -> None:
+def _check_fraction(fraction: float, num_steps: int, trainable: int) -> None:
     if not (0 < fraction <= 1):
         raise ValueError(f"sampling.timestep_fraction={fraction}: must be in (0, 1]")
-    if count < 1:
+    if int(trainable * fraction) < 1:
         raise ValueError(
             f"sampling.timestep_fraction={fraction}: trains no step of "
             f"sampling.num_steps={num_steps}; raise one of them"
@@ -79,9 +79,8 @@ class FirstFraction:
     timestep_fraction: float = 0.99
 
     def __post_init__(self) -> None:
-        count = self.num_trained()
-        _check_fraction(self.timestep_fraction, count, self.num_steps)
-        if count == self.num_steps:
+        _check_fraction(self.timestep_fraction, self.num_steps, trainable=self.num_steps)
+        if self.num_trained() == self.num_steps:
             raise ValueError(
                 f"sampling.timestep_fraction={self.timestep_fraction}: would train the last of "
                 f"sampling.num_steps={self.num_steps} steps, which has next to no noise; at most "
@@ -107,7 +106,7 @@ class RandomFraction:
 
     def __post_init__(self) -> None:
         _check_scope(self.scope, ("sample", "group", "iteration"))
-        _check_fraction(self.timestep_fraction, self.num_trained(), self.num_steps)
+        _check_fraction(self.timestep_fraction, self.num_steps, trainable=self.num_steps - 1)
 
     def num_trained(self, iteration: int = 0) -> int:
         """Trained steps of every trajectory."""

@@ -59,7 +59,8 @@ def build_sigma_schedule(
     """Build a schedule by name.
 
     `flux_dynamic` needs `image_tokens` (diffusers' FLUX scheduler); `static_shift` (DanceGRPO,
-    MixGRPO) and `unipc_flow` (diffusers' UniPC with flow sigmas, Wan) need `shift`.
+    MixGRPO) and `unipc_flow` (Wan in Flow-GRPO) need `shift`. `unipc_flow` is diffusers' UniPC as
+    Flow-GRPO used it; diffusers 0.42 spaces it differently and starts at 1 - 1e-6.
 
     `truncate_timesteps` gives the model int(1000 * sigma) / 1000 as DanceGRPO does. Its schedule is
     float32, and float64 truncates to another integer at some steps (shift 3, N 20, step 18: 250 and

@@ -55,7 +55,7 @@ def evaluation_noise(
     shape: Sequence[int],
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Starting latent of an evaluation sample, the same at every evaluation and no training draw."""
+    """Starting latent of an evaluation sample: the same every time, and no training draw."""
     return _normal(generator("evaluation noise", seed, prompt_id, sample_index), shape, dtype)
 
 
