@@ -50,7 +50,7 @@ def _extra(name: str) -> str:
 
 OPTIONAL = (
     OptionalPackage(
-        "transformer-engine", "transformer_engine", "FP8 and fused GPU layers", _extra("gpu")
+        "transformer-engine", "transformer_engine", "FP8 and fused layers", _extra("gpu")
     ),
     OptionalPackage(
         "apex",

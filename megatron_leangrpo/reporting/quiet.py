@@ -1,0 +1,32 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""Keeps the notices of libraries, which a user can do nothing about, out of a run's output."""
+
+import logging
+import os
+import warnings
+
+_ENVIRONMENT = {
+    # "CLIPImageProcessor requires torchvision": no image processor is ever used.
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DIFFUSERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    # The tokenizers warn when a process that used them forks.
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+_WARNINGS = (
+    # megatron-core, at import, in each of four modules; `leangrpo info` says it once.
+    "Transformer Engine and Apex are not installed",
+)
+
+_LOGGERS = ("megatron", "RapidOCR", "rapidocr", "matplotlib", "PIL", "absl", "tensorboard")
+
+
+def quiet_libraries() -> None:
+    """Call on every rank before the first heavy import; a user's own settings are kept."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    for message in _WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
