@@ -83,7 +83,7 @@ def _draw_reward(
     )
     axes.plot(
         iterations,
-        _trailing_mean(mean),
+        _trailing_mean(mean) if rows else mean,
         color=_BLUE,
         linewidth=2.2,
         label=f"mean of the last {_MEAN_OVER} iterations",
@@ -143,7 +143,10 @@ def _draw_time(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.legend(loc="upper right", fontsize=9, frameon=False, ncols=len(_PHASES))
 
 
-def _trailing_mean(values: Any) -> Any:
-    return np.array(
-        [np.nanmean(values[max(0, end - _MEAN_OVER) : end]) for end in range(1, len(values) + 1)]
-    )
+def _trailing_mean(values: np.ndarray) -> np.ndarray:
+    """Mean of up to the last 10 values at each place, over those that are numbers."""
+    known = np.isfinite(values)
+    window = np.ones(_MEAN_OVER)
+    count = np.convolve(known, window)[: len(values)]
+    total = np.convolve(np.where(known, values, 0.0), window)[: len(values)]
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)

@@ -26,7 +26,7 @@ REQUIRED_KEYS = (
 )
 """Names that scripts rely on, besides `iteration` and a `reward_<name>` for every reward."""
 
-_SECTIONS = ("eval_reward", "eval", "reward", "ratio", "time")
+_SECTIONS = ("eval", "reward", "ratio", "time")
 
 
 class MetricsWriter:

@@ -47,14 +47,19 @@ class RunDirectory:
             directory = cls(_make_numbered(Path(parent), name))
         else:
             directory = cls(output)
-            _refuse_occupied(directory)
+            if not (directory.path / _LOCK).exists():
+                # Before anything is written into a directory that is not ours.
+                _refuse_occupied(directory)
             try:
                 directory.path.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ValueError(f"output: cannot create {output}: {error.strerror}") from error
         directory._acquire()
-        # Another run may have filled it between the first look and the lock.
-        _refuse_occupied(directory)
+        try:
+            _refuse_occupied(directory)
+        except ValueError:
+            directory.close()
+            raise
         directory.samples.mkdir(exist_ok=True)
         return directory
 
