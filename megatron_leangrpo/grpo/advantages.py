@@ -33,13 +33,13 @@ CONVENTIONS: dict[str, AdvantageConvention] = {
     "flow_grpo_group_std": AdvantageConvention(epsilon=1e-4),
     "dance_group": AdvantageConvention(ddof=1, epsilon=1e-8),
     "dance_global": AdvantageConvention("global", "global", ddof=1, epsilon=1e-8),
-    "verl_omni_global": AdvantageConvention(std="global", ddof=1, epsilon=1e-4),
-    "verl_omni_group": AdvantageConvention(ddof=1, epsilon=1e-4),
+    "verl_omni_global_std": AdvantageConvention(std="global", ddof=1, epsilon=1e-4),
+    "verl_omni_group_std": AdvantageConvention(ddof=1, epsilon=1e-4),
     "flow_factory": AdvantageConvention(floor=1e-6),
-    "group_mean": AdvantageConvention(std="none"),
+    "dr_grpo": AdvantageConvention(std="none"),
     "leave_one_out": AdvantageConvention(std="leave_one_out"),
 }
-AGGREGATIONS = ("reward_sum", "advantage_sum", "gdpo")
+COMBINATIONS = ("reward_sum", "advantage_sum", "gdpo")
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,12 @@ class Advantages:
     rewards: Tensor
     baseline: Tensor
     denominator: Tensor
+
+
+def needs_all_groups(convention: str, combination: str = "reward_sum") -> bool:
+    """Whether the advantages of one group depend on the rewards of others."""
+    rule = _convention(convention)
+    return combination == "gdpo" or "global" in (rule.baseline, rule.std)
 
 
 def finite_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -99,7 +105,7 @@ def combine_advantages(
     weights: Sequence[float],
     group_ids: Tensor,
     convention: str,
-    aggregation: str = "reward_sum",
+    combination: str = "reward_sum",
     keep: Tensor | None = None,
 ) -> Advantages:
     """Advantages of several rewards [k, n].
@@ -108,17 +114,17 @@ def combine_advantages(
     each reward's advantages (MixGRPO). `gdpo`: that sum, divided by its own standard deviation over
     the batch (Flow-Factory).
     """
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(f"grpo.reward_combination={aggregation!r}: must be one of {AGGREGATIONS}")
+    if combination not in COMBINATIONS:
+        raise ValueError(f"grpo.reward_combination={combination!r}: must be one of {COMBINATIONS}")
     weight = torch.as_tensor(weights, dtype=torch.float64, device=rewards.device)[:, None]
     assert rewards.dim() == 2 and len(weight) == len(rewards), "one weight for each row of rewards"
-    if aggregation == "reward_sum":
+    if combination == "reward_sum":
         return compute_advantages((weight * rewards.double()).sum(0), group_ids, convention, keep)
 
     terms = [compute_advantages(row, group_ids, convention, keep) for row in rewards]
     values = (weight * torch.stack([term.values for term in terms])).sum(0)
     denominator = torch.cat([term.denominator for term in terms]) / weight
-    if aggregation == "gdpo":
+    if combination == "gdpo":
         # The published z-score also subtracts the batch mean, which is 0 but for rounding; leaving
         # it out keeps a constant group at exactly 0.
         counted = torch.ones_like(values, dtype=torch.bool) if keep is None else keep
@@ -192,9 +198,3 @@ class _Statistics:
     def std(self, ddof: int) -> Tensor:
         """Standard deviation; 0 for a scope of one sample."""
         return (self.square_sum / (self.count - ddof).clamp(min=1)).sqrt()
-
-
-def needs_all_groups(convention: str, combination: str = "reward_sum") -> bool:
-    """Whether an advantage depends on other groups, so that no group can be trained early."""
-    rule = _convention(convention)
-    return combination == "gdpo" or "global" in (rule.baseline, rule.std)

@@ -107,6 +107,12 @@ SELECTORS = {
 }
 
 
+def reseed_everything(seed):
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 @pytest.mark.parametrize("name", SELECTORS)
 def test_a_plan_depends_on_its_arguments_alone(name):
     selector = SELECTORS[name]
@@ -120,9 +126,9 @@ def test_a_plan_depends_on_its_arguments_alone(name):
             for sample in range(3)
         ]
 
-    random.seed(1), torch.manual_seed(1), np.random.seed(1)
+    reseed_everything(1)
     first = plans()
-    random.seed(2), torch.manual_seed(2), np.random.seed(2)
+    reseed_everything(2)
     assert plans() == first
     for plan in first:
         assert set(plan.trained) <= set(plan.stochastic)
@@ -172,7 +178,7 @@ def test_progressive_windows_are_contiguous_and_leave_the_end_alone(
     window = ProgressiveWindow(num_steps, size, interval, stride).window(iteration)
     assert 1 <= len(window) <= size
     assert window == tuple(range(window[0], window[-1] + 1))
-    assert 0 <= window[0] and window[-1] < num_steps - 2
+    assert window[0] >= 0 and window[-1] < num_steps - 2
 
 
 def test_selectors_are_built_by_name_with_their_defaults():
