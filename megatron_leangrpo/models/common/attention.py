@@ -1,8 +1,16 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""Attention between tokens that are whole on this rank, for this rank's heads."""
+"""Attention between tokens that are whole on this rank, for this rank's heads.
+
+Queries and keys travel packed, `[s, b, heads, 2, head_dim]`, so that one pass normalises and
+rotates both.
+"""
+
+from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+
+from megatron_leangrpo.models.common.rotary import rotate
 
 RMS_NORM_EPS = 1e-6
 
@@ -20,24 +28,53 @@ class HeadNorm(torch.nn.Module):
 
 
 def split_qkv(qkv: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys `[s, b, heads, 2, head_dim]` and values `[s, b, heads, head_dim]`.
+    """Packed queries and keys, and values `[s, b, heads, head_dim]`, of a fused projection.
 
-    The fused projection is interleaved head by head (q, k, v of head 0, then of head 1, ...).
+    The projection is interleaved head by head: q, k, v of head 0, then of head 1, and so on.
     """
-    qkv = qkv.unflatten(-1, (-1, 3, head_dim))
-    return qkv[..., :2, :], qkv[..., 2, :]
+    qk, v = qkv.unflatten(-1, (-1, 3, head_dim)).split((2, 1), dim=-2)
+    return qk, v.squeeze(-2)
 
 
-def normalise_qk(qk: torch.Tensor, q_norm: HeadNorm, k_norm: HeadNorm) -> torch.Tensor:
-    """RMS-normalise queries and keys `[s, b, heads, 2, head_dim]` in one pass."""
+def normalise_and_rotate(
+    qk: torch.Tensor, q_norm: HeadNorm, k_norm: HeadNorm, table: torch.Tensor | None
+) -> torch.Tensor:
+    """RMS-normalise packed queries and keys, then rotate them by `table` (None: no rotation)."""
     weight = torch.stack((q_norm.weight, k_norm.weight))
-    wide = qk.to(torch.promote_types(qk.dtype, torch.float32))
-    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + RMS_NORM_EPS)
-    return (wide * scale).to(qk.dtype) * weight
+    return _NormaliseAndRotate.apply(qk, weight, table)
+
+
+class _NormaliseAndRotate(torch.autograd.Function):
+    """Keeps its input and one number per head for the backward; plain torch would keep three."""
+
+    @staticmethod
+    def forward(
+        ctx, qk: torch.Tensor, weight: torch.Tensor, table: torch.Tensor | None
+    ) -> torch.Tensor:
+        wide = qk.to(torch.promote_types(qk.dtype, torch.float32))
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        inverse_rms = torch.rsqrt(norm.square() / qk.shape[-1] + RMS_NORM_EPS)
+        ctx.save_for_backward(qk, weight, table, inverse_rms)
+        out = (wide * inverse_rms).mul_(weight)
+        return (out if table is None else rotate(out, table)).to(qk.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        qk, weight, table, inverse_rms = ctx.saved_tensors
+        grad = grad.to(inverse_rms.dtype)
+        if table is not None:
+            grad = rotate(grad, table.conj())
+        normalised = qk * inverse_rms
+        products = grad * normalised
+        weight_grad = products.sum(dim=(0, 1, 2)).to(weight.dtype)
+        projection = products.mul_(weight).mean(dim=-1, keepdim=True)
+        qk_grad = torch.addcmul(grad * weight, normalised, projection, value=-1).mul_(inverse_rms)
+        return qk_grad.to(qk.dtype), weight_grad, None
 
 
 def attend(qk: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Full attention of packed q, k and v, as in `split_qkv`, to `[s, b, heads * head_dim]`."""
+    """Full attention without a mask, to `[s, b, heads * head_dim]`."""
     q, k = qk.unbind(dim=-2)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3).flatten(2)

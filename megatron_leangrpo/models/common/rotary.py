@@ -16,8 +16,8 @@ def rotary_table(positions: torch.Tensor, axes_dims: tuple[int, ...]) -> torch.T
     return torch.polar(torch.ones_like(joined), joined)
 
 
-def apply_rotary(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs of the last dimension of `[s, ..., head_dim]` in float32 or wider."""
-    pairs = torch.view_as_complex(x.to(table.real.dtype).unflatten(-1, (-1, 2)))
+def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs of the last dimension of `[s, ..., head_dim]`, float32 or wider."""
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
     table = table.view(table.shape[0], *(1,) * (x.dim() - 2), table.shape[1])
-    return torch.view_as_real(pairs * table).flatten(-2).to(x.dtype)
+    return torch.view_as_real(pairs * table).flatten(-2)

@@ -17,7 +17,12 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_leangrpo import platform
-from megatron_leangrpo.models.common.attention import HeadNorm, attend, normalise_qk, split_qkv
+from megatron_leangrpo.models.common.attention import (
+    HeadNorm,
+    attend,
+    normalise_and_rotate,
+    split_qkv,
+)
 from megatron_leangrpo.models.common.embeddings import SINUSOID_WIDTH, MLPEmbedder, sinusoid
 from megatron_leangrpo.models.common.linear import (
     ColumnParallelLinear,
@@ -25,7 +30,6 @@ from megatron_leangrpo.models.common.linear import (
     RowParallelLinear,
 )
 from megatron_leangrpo.models.common.modulation import Modulation, gated_residual, modulated_norm
-from megatron_leangrpo.models.common.rotary import apply_rotary
 from megatron_leangrpo.models.flux.config import FluxConfig
 from megatron_leangrpo.models.flux.positions import Positions
 from megatron_leangrpo.parallel.mappings import enter_tensor_parallel, gather_tokens, scatter_tokens
@@ -177,11 +181,11 @@ class JointAttention(MegatronModule):
         # The projections gather the tokens; what was padded for them ends here.
         img_qk, img_v = split_qkv(self.linear_qkv(img)[: layout.image], self.head_dim)
         txt_qk, txt_v = split_qkv(self.added_linear_qkv(txt)[: layout.text], self.head_dim)
-        img_qk = normalise_qk(img_qk, self.q_layernorm, self.k_layernorm)
-        txt_qk = normalise_qk(txt_qk, self.added_q_layernorm, self.added_k_layernorm)
+        img_qk = normalise_and_rotate(img_qk, self.q_layernorm, self.k_layernorm, positions.image)
+        # Text is all at the origin, which rotates nothing.
+        txt_qk = normalise_and_rotate(txt_qk, self.added_q_layernorm, self.added_k_layernorm, None)
 
-        qk = apply_rotary(torch.cat((txt_qk, img_qk)), positions.separate)
-        out = attend(qk, torch.cat((txt_v, img_v)))
+        out = attend(torch.cat((txt_qk, img_qk)), torch.cat((txt_v, img_v)))
         txt, img = out.split((layout.text, layout.image))
         img = pad_tokens(img, layout.image_per_partition * layout.shards)
         txt = pad_tokens(txt, layout.text_per_partition * layout.shards)
@@ -224,8 +228,8 @@ class SingleStreamBlock(MegatronModule):
 
         qkv = positions.drop_pads(self.linear_qkv(x))
         qk, v = split_qkv(qkv, self.head_dim)
-        qk = normalise_qk(qk, self.q_layernorm, self.k_layernorm)
-        attn = attend(apply_rotary(qk, positions.joined), v)
+        qk = normalise_and_rotate(qk, self.q_layernorm, self.k_layernorm, positions.joined)
+        attn = attend(qk, v)
         mlp = F.gelu(self.linear_fc1(x), approximate="tanh")
 
         return gated_residual(tokens, gate, self.linear_out(positions.restore_pads(attn), mlp))

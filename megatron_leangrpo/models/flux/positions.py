@@ -16,12 +16,12 @@ from megatron_leangrpo.parallel.tokens import TokenLayout
 class Positions:
     """Token layout and rotary tables of one shape of input; computed once per shape.
 
-    `separate` is for text tokens followed by image tokens, `joined` for the order in which joined
-    shards gather; both without pads. Text tokens are all at the origin.
+    `image` is for image tokens, `joined` for both kinds in the order in which joined shards gather;
+    neither has rows for pads. Text tokens are all at the origin.
     """
 
     layout: TokenLayout
-    separate: torch.Tensor
+    image: torch.Tensor
     joined: torch.Tensor
     joined_rows: torch.Tensor | None
 
@@ -38,15 +38,15 @@ class Positions:
         wide = torch.complex128 if dtype == torch.float64 else torch.complex64
         # The first call may be a rollout in inference mode; later ones save the table for backward.
         with torch.inference_mode(False), torch.device("cpu"):
-            ids = torch.zeros(layout.text + layout.image, 3)
             rows, columns = torch.meshgrid(*(torch.arange(n) for n in grid), indexing="ij")
-            ids[layout.text :, 1] = rows.flatten()
-            ids[layout.text :, 2] = columns.flatten()
-            separate = rotary_table(ids, axes_dims).to(wide)
+            image_ids = torch.stack((torch.zeros_like(rows), rows, columns), dim=-1).flatten(0, 1)
+            text_ids = image_ids.new_zeros(layout.text, 3)
+            image = rotary_table(image_ids, axes_dims).to(wide)
+            joined = torch.cat((rotary_table(text_ids, axes_dims).to(wide), image))
             return Positions(
                 layout,
-                separate.to(device),
-                separate[layout.joined_tokens].to(device),
+                image.to(device),
+                joined[layout.joined_tokens].to(device),
                 layout.joined_rows.to(device) if layout.is_padded else None,
             )
 
