@@ -3,6 +3,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +19,13 @@ from megatron_leangrpo.diffusion.kernels import (
 RATIO_NORMS = ("none", "grpo_guard", "flow_factory")
 KL_FORMS = ("flow_grpo", "exact", "mean_mse", "velocity_mse")
 
+StepStats = dict[str, Tensor]
+"""Detached statistics [b] of one step: ratio, approx_kl, clip_fraction, clip_fraction_high,
+clip_fraction_low, policy_loss, and kl where there is a KL term."""
+
 
 @dataclass(frozen=True)
-class ObjectiveConfig:
+class Objective:
     """What is minimised, per sample and trained step."""
 
     clip_range: float = 1e-4
@@ -57,56 +62,17 @@ class ObjectiveConfig:
             )
 
 
-@dataclass(frozen=True)
-class StepBatch:
-    """Recorded transitions of b samples, not necessarily of the same step."""
+class RecordedStep(Protocol):
+    """Transitions of b samples as the rollout left them, not necessarily of the same step."""
 
     x: Tensor
     x_next: Tensor
     old_log_prob: Tensor
-    """[b], from the rollout."""
     coefficients: StepCoefficients
-    weights: Tensor | None = None
-    """[b] numbers or bool; 0 takes a sample out, with exactly no loss and no gradient."""
-    old_mean: Tensor | None = None
-    """Transition mean of the rollout; read only where the ratio is normalised."""
-
-
-@dataclass(frozen=True)
-class ObjectiveStatistics:
-    """Sums over the samples that count; across ranks `totals` reduces by SUM, the bounds by MIN
-    and MAX."""
-
-    totals: Tensor
-    """float64 [7]: samples, ratio, squared log-ratio, clipped above, clipped below, policy loss,
-    KL."""
-    ratio_min: Tensor
-    ratio_max: Tensor
-
-    def __add__(self, other: "ObjectiveStatistics") -> "ObjectiveStatistics":
-        return ObjectiveStatistics(
-            self.totals + other.totals,
-            torch.minimum(self.ratio_min, other.ratio_min),
-            torch.maximum(self.ratio_max, other.ratio_max),
-        )
-
-    def metrics(self) -> dict[str, float]:
-        """Means under Flow-GRPO's names; empty if no sample counted."""
-        count, *sums = self.totals.tolist()
-        if count == 0:
-            return {}
-        ratio, squared, above, below, policy_loss, kl = (value / count for value in sums)
-        return {
-            "ratio_mean": ratio,
-            "ratio_min": self.ratio_min.item(),
-            "ratio_max": self.ratio_max.item(),
-            "approx_kl": 0.5 * squared,
-            "clipfrac": above + below,
-            "clipfrac_gt_one": above,
-            "clipfrac_lt_one": below,
-            "policy_loss": policy_loss,
-            "kl_loss": kl,
-        }
+    velocity: Tensor
+    """The rollout's velocity; read only where the ratio is normalised."""
+    trained: Tensor
+    """[b] bool; a sample outside it has exactly no loss and no gradient."""
 
 
 def _surrogate(
@@ -121,23 +87,18 @@ def _surrogate(
 
 
 def _statistics(
-    log_ratio: Tensor,
-    ratio: Tensor,
-    policy_loss: Tensor,
-    kl: Tensor | None,
-    clip_range: float,
-    counted: Tensor,
-) -> ObjectiveStatistics:
-    log_ratio, ratio, policy_loss = (t.detach().double() for t in (log_ratio, ratio, policy_loss))
-    kl = torch.zeros_like(ratio) if kl is None else kl.detach().double()
-    above, below = ratio - 1 > clip_range, 1 - ratio > clip_range
-    one = torch.ones_like(ratio)
-    rows = torch.stack([one, ratio, log_ratio**2, above, below, policy_loss, kl])
-    return ObjectiveStatistics(
-        totals=torch.where(counted, rows, 0.0).sum(1),
-        ratio_min=torch.where(counted, ratio, math.inf).min(),
-        ratio_max=torch.where(counted, ratio, -math.inf).max(),
-    )
+    log_ratio: Tensor, ratio: Tensor, policy_loss: Tensor, clip_range: float
+) -> StepStats:
+    log_ratio, ratio = log_ratio.detach().double(), ratio.detach().double()
+    high, low = (ratio - 1 > clip_range).double(), (1 - ratio > clip_range).double()
+    return {
+        "ratio": ratio,
+        "approx_kl": 0.5 * log_ratio**2,
+        "clip_fraction": high + low,
+        "clip_fraction_high": high,
+        "clip_fraction_low": low,
+        "policy_loss": policy_loss.detach().double(),
+    }
 
 
 def clipped_policy_loss(
@@ -146,12 +107,11 @@ def clipped_policy_loss(
     advantages: Tensor,
     clip_range: float,
     adv_clip: float | None = None,
-) -> tuple[Tensor, ObjectiveStatistics]:
+) -> tuple[Tensor, StepStats]:
     """PPO's max(-A r, -A clip(r)) of each sample [b], with statistics."""
     log_ratio = log_prob - old_log_prob
     loss, ratio = _surrogate(log_ratio, advantages, clip_range, adv_clip)
-    everyone = torch.ones_like(ratio, dtype=torch.bool)
-    return loss, _statistics(log_ratio, ratio, loss, None, clip_range, everyone)
+    return loss, _statistics(log_ratio, ratio, loss, clip_range)
 
 
 def normalised_log_ratio(
@@ -191,35 +151,34 @@ def reference_kl(
 
 def step_loss(
     velocity: Tensor,
-    batch: StepBatch,
+    step: RecordedStep,
     advantages: Tensor,
-    objective: ObjectiveConfig,
+    objective: Objective,
     reference_velocity: Tensor | None = None,
-) -> tuple[Tensor, ObjectiveStatistics]:
+) -> tuple[Tensor, StepStats]:
     """Loss [b] of each sample at its step, from a velocity kept since the rollout or replayed.
 
     The caller sums it and divides by samples and trained steps; `advantages` [b] are unclipped.
     """
-    c = batch.coefficients
-    mean = transition_mean(batch.x, velocity, c)
-    log_ratio = log_prob_of_mean(mean, batch.x_next, c) - batch.old_log_prob
-    weights = torch.ones_like(log_ratio) if batch.weights is None else batch.weights.to(log_ratio)
-    counted = weights != 0
+    c = step.coefficients
+    mean = transition_mean(step.x, velocity, c)
+    log_ratio = log_prob_of_mean(mean, step.x_next, c) - step.old_log_prob
     # Taken out before exp: an overflowing ratio would turn the zero gradient into NaN.
-    log_ratio = torch.where(counted, log_ratio, 0.0)
+    log_ratio = torch.where(step.trained, log_ratio, 0.0)
     scored = log_ratio
     if objective.ratio_norm != "none":
-        assert batch.old_mean is not None, "ratio normalisation needs the means of the rollout"
-        scored = normalised_log_ratio(log_ratio, mean, batch.old_mean, c)
-        scored = torch.where(counted, scored, 0.0)
+        old_mean = transition_mean(step.x, step.velocity.detach(), c)
+        scored = normalised_log_ratio(log_ratio, mean, old_mean, c)
+        scored = torch.where(step.trained, scored, 0.0)
     policy_loss, ratio = _surrogate(scored, advantages, objective.clip_range, objective.adv_clip)
     if objective.ratio_norm == "grpo_guard":
         policy_loss = policy_loss / (-c.dt).to(policy_loss)
+    stats = _statistics(log_ratio, ratio, policy_loss, objective.clip_range)
 
-    loss, kl = policy_loss, None
+    loss = policy_loss
     if objective.kl_beta > 0:
         assert reference_velocity is not None, "a KL term needs the reference model's velocity"
         kl = reference_kl(objective.kl_form, velocity, reference_velocity, c)
+        stats["kl"] = kl.detach().double()
         loss = loss + objective.kl_beta * kl
-    statistics = _statistics(log_ratio, ratio, policy_loss, kl, objective.clip_range, counted)
-    return torch.where(counted, loss * weights, 0.0), statistics
+    return torch.where(step.trained, loss, 0.0), stats
