@@ -34,12 +34,15 @@ setup(
         "diffusers>=0.42",
         # Earlier 5.x releases loaded T5 and UMT5 without tying `shared` to `embed_tokens`.
         "transformers>=5.24",
+        # The tokenizers of the embedded bases are made with it; transformers fixes its version.
+        "tokenizers",
         "accelerate>=1.0",
         "sentencepiece>=0.2",
         "ftfy>=6.3",
         "safetensors>=0.8",
         "numpy>=1.26",
         "jsonargparse[signatures]>=4.53",
+        "pyyaml>=6.0",
         "rich>=13.9",
         "tensorboard>=2.18",
         "matplotlib>=3.9",
