@@ -1,11 +1,13 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """Three tiny problems from noise to gradient: rollout, advantages, two updates, linear model."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
 from megatron_leangrpo.diffusion.kernels import (
-    log_prob,
+    StepCoefficients,
     on_policy_velocity_gradient,
     step_coefficients,
 )
@@ -13,7 +15,7 @@ from megatron_leangrpo.diffusion.sampler import rollout
 from megatron_leangrpo.diffusion.selection import FirstFraction
 from megatron_leangrpo.diffusion.sigmas import SigmaSchedule, build_sigma_schedule
 from megatron_leangrpo.grpo.advantages import compute_advantages
-from megatron_leangrpo.grpo.objective import ObjectiveConfig, StepBatch, step_loss
+from megatron_leangrpo.grpo.objective import Objective, step_loss
 from tests.vectors import VECTORS, kernel_of, tensor
 
 PROBLEMS = {problem["id"]: problem for problem in VECTORS["end_to_end"]}
@@ -22,7 +24,18 @@ CONVENTIONS = {
     "dance_sde": "dance_group",
     "cps": "flow_grpo_group_std",
 }
-ON_POLICY = ObjectiveConfig(clip_range=1e-4)
+ON_POLICY = Objective(clip_range=1e-4)
+
+
+@dataclass(frozen=True)
+class Step:
+    x: torch.Tensor
+    x_next: torch.Tensor
+    old_log_prob: torch.Tensor
+    coefficients: StepCoefficients
+    velocity: torch.Tensor
+    trained: torch.Tensor
+    timestep: torch.Tensor
 
 
 class LinearPolicy(torch.nn.Module):
@@ -53,8 +66,9 @@ class Trajectory:
         self.log_probs.append(value)
         if step in self.problem["trained_steps"]:
             c = step_coefficients(*kernel_of(self.problem), self.schedule.sigmas, step)
+            everyone = torch.ones(len(x), dtype=torch.bool)
             timestep = self.schedule.timesteps[step].expand(len(x))
-            self.trained.append((StepBatch(x, x_next, value, c), velocity, timestep))
+            self.trained.append(Step(x, x_next, value, c, velocity, everyone, timestep))
 
 
 class Run:
@@ -86,15 +100,13 @@ class Run:
     def update(self, objective, replay):
         """Accumulate the gradient over samples and trained steps; returns loss and ratios."""
         total, ratios = 0.0, []
-        for batch, velocity, timestep in self.trajectory.trained:
-            if replay:
-                velocity = self.policy(batch.x, timestep)
-            loss, _ = step_loss(velocity, batch, self.advantages, objective)
+        for step in self.trajectory.trained:
+            velocity = self.policy(step.x, step.timestep) if replay else step.velocity
+            loss, stats = step_loss(velocity, step, self.advantages, objective)
             scaled = loss.sum() / (len(loss) * len(self.trajectory.trained))
             scaled.backward()
             total += scaled.item()
-            new = log_prob(batch.x, velocity.detach(), batch.x_next, batch.coefficients)
-            ratios.append((new - batch.old_log_prob).exp())
+            ratios.append(stats["ratio"])
         return total, torch.stack(ratios)
 
 
@@ -150,11 +162,11 @@ def test_gradient_is_linear_in_the_advantages_known_before_the_reward(name):
     """Each sample's own gradient, backpropagated with the noise alone, then weighted."""
     run, problem = Run(name, keep_graphs=True), PROBLEMS[name]
     total_W, total_b = torch.zeros(4, 4).double(), torch.zeros(4).double()
-    for index, (batch, velocity, _) in zip(problem["trained_steps"], run.trajectory.trained):
-        cotangent = -on_policy_velocity_gradient(run.noise[index], batch.coefficients)
+    for index, step in zip(problem["trained_steps"], run.trajectory.trained):
+        cotangent = -on_policy_velocity_gradient(run.noise[index], step.coefficients)
         for sample, advantage in enumerate(run.advantages):
             grads = torch.autograd.grad(
-                velocity[sample],
+                step.velocity[sample],
                 (run.policy.W, run.policy.b),
                 cotangent[sample],
                 retain_graph=True,
@@ -174,7 +186,7 @@ def test_second_off_policy_update_equals_the_reference(name, key, clip_range):
         for parameter in (run.policy.W, run.policy.b):
             parameter -= second["lr"] * parameter.grad
             parameter.grad = None
-    loss, ratios = run.update(ObjectiveConfig(clip_range=clip_range), replay=True)
+    loss, ratios = run.update(Objective(clip_range=clip_range), replay=True)
     expected = second[key]
     close(ratios, expected["ratio"])
     assert loss == pytest.approx(expected["loss"], rel=1e-9, abs=1e-13)
