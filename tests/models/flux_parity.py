@@ -113,3 +113,20 @@ def reference(config: FluxConfig, inputs: Inputs) -> dict[str, torch.Tensor | di
         "velocity": velocity.detach(),
         "gradients": {name: p.grad for name, p in model.named_parameters()},
     }
+
+
+def wrap_data_parallel(
+    model: torch.nn.Module, use_distributed_optimizer: bool = False
+) -> torch.nn.Module:
+    """megatron's wrapper, which collects gradients in `main_grad`."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=use_distributed_optimizer)
+    return DistributedDataParallel(model.config, settings, model)
+
+
+def finalize_gradients(wrapped: torch.nn.Module) -> None:
+    """Sum gradients over data-parallel ranks, and over tensor-parallel ranks where tagged."""
+    from megatron.core.distributed import finalize_model_grads
+
+    finalize_model_grads([wrapped])
