@@ -1,1 +1,12 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""The schedules by name."""
+
+from megatron_leangrpo.grpo.schedules.base import Schedule
+from megatron_leangrpo.grpo.schedules.replay import ReplaySchedule
+from megatron_leangrpo.grpo.schedules.retain import RetainSchedule
+
+SCHEDULES: dict[str, type[Schedule]] = {
+    schedule.name: schedule for schedule in (ReplaySchedule, RetainSchedule)
+}
+
+__all__ = ["SCHEDULES", "ReplaySchedule", "RetainSchedule", "Schedule"]

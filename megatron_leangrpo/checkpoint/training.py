@@ -1,0 +1,137 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""Training checkpoints: weights, optimizer, average, schedule and position, in megatron's format.
+
+A checkpoint is written under a temporary name and renamed when every rank has finished, so that a
+folder with a step's name is whole. It can be resumed at another tensor- or data-parallel size.
+"""
+
+import dataclasses
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_leangrpo import platform
+from megatron_leangrpo.files import atomic_write
+
+FORMAT = 1
+POSITION = "position.json"
+_STEP = re.compile(r"step_(\d+)")
+_OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+@dataclass
+class TrainingState:
+    """What a run continues from. `average` maps parameter names to this rank's average weights."""
+
+    model: torch.nn.Module
+    optimizer: Any
+    scheduler: Any
+    average: dict[str, torch.Tensor] | None = None
+
+
+def save_checkpoint(folder: Path, state: TrainingState, iteration: int) -> Path:
+    """Write `folder/step_<iteration>`, where `iteration` counts finished iterations (a collective)."""
+    from megatron.core import dist_checkpointing
+
+    final = folder / f"step_{iteration:06d}"
+    temporary = folder / f".{final.name}.tmp"
+    if platform.is_logging_rank():
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    dist.barrier()
+    with platform.host_mode():
+        dist_checkpointing.save(_sharded_state(state, loading=False), str(temporary))
+    dist.barrier()
+    if platform.is_logging_rank():
+        position = {"format": FORMAT, "iteration": iteration}
+        atomic_write(temporary / POSITION, json.dumps(position) + "\n")
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+    dist.barrier()
+    return final
+
+
+def load_checkpoint(checkpoint: Path, state: TrainingState) -> int:
+    """Load a checkpoint into `state` in place and return its finished iterations (a collective)."""
+    from megatron.core import dist_checkpointing
+
+    iteration = read_position(checkpoint)
+    with platform.host_mode():
+        loaded = dist_checkpointing.load(_sharded_state(state, loading=True), str(checkpoint))
+        state.model.load_state_dict(loaded["model"])
+        state.optimizer.load_state_dict(loaded["optimizer"])
+        # The run's own settings of the schedule win; only its position is taken over.
+        state.scheduler.load_state_dict(loaded["scheduler"])
+    if state.average is not None:
+        for name, value in state.average.items():
+            value.copy_(loaded["average"][name])
+    return iteration
+
+
+def load_weights(checkpoint: Path, model: torch.nn.Module, average: bool) -> None:
+    """Load only the weights of a checkpoint, or their average (a collective)."""
+    from megatron.core import dist_checkpointing
+
+    read_position(checkpoint)
+    weights = model.sharded_state_dict()
+    if average:
+        values = {name: p.detach() for name, p in model.named_parameters()}
+        weights = _average_shards(weights, values)
+    with platform.host_mode():
+        loaded = dist_checkpointing.load({"weights": weights}, str(checkpoint))["weights"]
+    model.load_state_dict({name: v for name, v in loaded.items() if v is not None}, strict=False)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return the checkpoint with the highest iteration number, or None."""
+    found = list(_checkpoints(folder))
+    return max(found)[1] if found else None
+
+
+def read_position(checkpoint: Path) -> int:
+    """Return the finished iterations of a checkpoint; ``ValueError`` where it is none."""
+    try:
+        position = json.loads((checkpoint / POSITION).read_text(encoding="utf-8"))
+        version, iteration = int(position["format"]), int(position["iteration"])
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"checkpoint {checkpoint}: no readable {POSITION}: {error}") from error
+    if version > FORMAT:
+        raise ValueError(
+            f"checkpoint {checkpoint}: format {version} is newer than this version reads ({FORMAT})"
+        )
+    return iteration
+
+
+def _checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _STEP.fullmatch(path.name)
+        if match and (path / POSITION).is_file():
+            yield int(match[1]), path
+
+
+def _sharded_state(state: TrainingState, loading: bool) -> dict[str, Any]:
+    model = state.model.sharded_state_dict()
+    optimizer = state.optimizer.sharded_state_dict(
+        model, is_loading=loading, metadata=_OPTIMIZER_FORMAT
+    )
+    result = {"model": model, "optimizer": optimizer, "scheduler": state.scheduler.state_dict()}
+    if state.average is not None:
+        result["average"] = _average_shards(model, state.average)
+    return result
+
+
+def _average_shards(model: dict[str, Any], values: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The average is sharded like the weights, under keys of its own."""
+    return {
+        name: dataclasses.replace(
+            model[name], key=f"average.{model[name].key}", data=value, dtype=value.dtype
+        )
+        for name, value in values.items()
+    }

@@ -1,0 +1,234 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""The typed configuration of a run; every field maps one to one to ``--section.key=value``."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which transformer is trained, and in which precision."""
+
+    family: Literal["flux"] = "flux"
+    """Model family."""
+    base: str | None = None
+    """Base model: a diffusers pipeline folder, or the name of an embedded base
+    (flux_digits, flux_shapes)."""
+    preset: str | None = None
+    """Architecture by name (flux_dev, flux_tiny, flux_bench): random weights when no base is given."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Dtype of weights and activations. Log-probs and latents are never narrower than float32."""
+    guidance_scale: float = 3.5
+    """Input of the guidance embedding of guidance-distilled models; ignored by other models."""
+    recompute_granularity: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation as in Megatron: selective recomputes attention, full every block."""
+    max_text_tokens: int = 512
+    """Length to which the T5 prompt is padded or cut."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Parallel layout in Megatron's words; the rest of the world is data parallel."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share one copy of the transformer. Must divide the number of heads."""
+    sequence_parallel: bool = True
+    """Shard tokens between the linears over the tensor-parallel ranks; without effect at size 1."""
+    timeout_seconds: int = 600
+    """A collective that waits longer than this ends the job."""
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """The sampler of the rollout: sizes, sigmas, stochastic kernel, and which steps are trained."""
+
+    height: int = 512
+    """Image height in pixels."""
+    width: int = 512
+    """Image width in pixels."""
+    num_steps: int = 10
+    """Denoising steps of a rollout (N)."""
+    sigma_schedule: Literal["flux_dynamic", "static_shift"] = "flux_dynamic"
+    """flux_dynamic shifts by the number of image tokens (diffusers, Flow-GRPO), static_shift by
+    `shift` (DanceGRPO)."""
+    shift: float | None = None
+    """Shift of static_shift: sigma = shift * t / (1 + (shift - 1) * t)."""
+    truncate_timesteps: bool = False
+    """Feed the model int(1000 * sigma) / 1000 as DanceGRPO does."""
+    kernel: Literal["flow_sde", "dance_sde", "wan_sde", "cps"] = "flow_sde"
+    """Stochastic step of the rollout."""
+    noise_level: float | None = 0.7
+    """Noise level of the kernel (Flow-GRPO's noise_level, DanceGRPO's eta); wan_sde has none."""
+    shared_initial_noise: bool = False
+    """Start every member of a group from the same latent."""
+    step_selection: Literal["first_fraction", "random_fraction", "window", "progressive"] = (
+        "first_fraction"
+    )
+    """Which steps are trained: the first ones (Flow-GRPO), a random fraction (DanceGRPO), a window
+    with a drawn start (Flow-GRPO-Fast), or a window that slides over the run (MixGRPO). Windows are
+    stochastic inside and deterministic outside."""
+    timestep_fraction: float | None = None
+    """Share of steps trained by first_fraction (0.99) and random_fraction (0.6)."""
+    window_size: int | None = None
+    """Steps in a window or progressive window."""
+    window_starts: list[int] | None = None
+    """Starts that the start of a window is drawn from."""
+    window_interval: int | None = None
+    """Iterations a progressive window stays where it is (25)."""
+    window_stride: int | None = None
+    """Steps by which a progressive window advances (1)."""
+    window_decay: float | None = None
+    """Progressive windows stay shorter at later starts, by exp(-window_decay) a step (MixGRPO)."""
+    window_decay_start: int | None = None
+    """Start from which window_decay counts."""
+    selection_scope: Literal["sample", "group", "iteration"] | None = None
+    """Who shares one draw of the trained steps (random_fraction: sample, window: group)."""
+    output: Literal["final", "predicted_x0"] = "final"
+    """What is decoded: the last latent, or the x0 predicted at the last step (DanceGRPO)."""
+
+
+@dataclass(frozen=True)
+class GrpoConfig:
+    """The GRPO iteration: groups, schedule, objective."""
+
+    iterations: int = 100
+    """Iterations of the run: each is one rollout and `updates_per_rollout` optimizer steps."""
+    prompts_per_iteration: int = 8
+    """Groups an iteration, over all data-parallel ranks."""
+    group_size: int = 8
+    """Samples a prompt (G)."""
+    placement: Literal["spread", "local"] = "spread"
+    """spread deals the members of a group over the data-parallel ranks, local keeps a group on one rank."""
+    micro_batch_size: int = 1
+    """Trajectories in one forward; rollout and update use the same micro-batches."""
+    schedule: Literal["replay", "retain"] = "retain"
+    """How the gradient of the first update is evaluated: all schedules give the same number."""
+    updates_per_rollout: int = 1
+    """Optimizer steps a rollout; the second and later ones are off-policy and always replayed."""
+    clip_range: float = 1e-4
+    """PPO clip of the probability ratio."""
+    ratio_norm: Literal["none", "grpo_guard", "flow_factory"] = "none"
+    """Ratio normalisation of GRPO-Guard, with its factor 1 / -dt on the loss or without."""
+    advantage: Literal[
+        "flow_grpo_global_std",
+        "flow_grpo_group_std",
+        "dance_group",
+        "dance_global",
+        "verl_omni_global_std",
+        "verl_omni_group_std",
+        "flow_factory",
+        "dr_grpo",
+        "leave_one_out",
+    ] = "flow_grpo_group_std"
+    """Advantage convention, named after the code it comes from."""
+    adv_clip: float | None = 5.0
+    """Advantages are clamped to plus or minus this."""
+    reward_combination: Literal["reward_sum", "advantage_sum", "gdpo"] = "reward_sum"
+    """How several rewards become one advantage."""
+    kl_beta: float = 0.0
+    """Weight of the KL term to the base model; 0 needs no reference model."""
+    kl_form: Literal["flow_grpo", "exact", "mean_mse", "velocity_mse"] = "flow_grpo"
+    """KL without dt (Flow-GRPO), with dt (Flow-GRPO's Wan), or Flow-Factory's mean squares."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Rewards and what happens when one fails."""
+
+    weights: dict[str, float] = field(default_factory=dict)
+    """Reward name to weight, e.g. {ocr: 1.0}."""
+    failure_policy: Literal["raise", "drop_group"] = "raise"
+    """A reward that raises or is not finite ends the run, or its whole group gets advantage 0."""
+
+
+@dataclass(frozen=True)
+class PromptConfig:
+    """Prompt files: .txt with a prompt a line, or .jsonl with `prompt` and metadata."""
+
+    train: str | None = None
+    """Training prompts."""
+    evaluation: str | None = None
+    """Held-out prompts of the evaluation; the training prompts when not given."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and the learning-rate schedule, counted in optimizer updates."""
+
+    lr: float = 1e-5
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate after the decay."""
+    lr_warmup_updates: int = 0
+    """Updates of linear warm-up from 0."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay from lr to min_lr over the run's updates."""
+    weight_decay: float = 1e-4
+    """AdamW weight decay."""
+    adam_beta1: float = 0.9
+    """AdamW beta 1."""
+    adam_beta2: float = 0.999
+    """AdamW beta 2."""
+    adam_eps: float = 1e-8
+    """AdamW epsilon."""
+    clip_grad: float = 1.0
+    """Gradient norm clip; 0 turns it off."""
+    use_distributed_optimizer: bool = True
+    """Shard the optimizer state over the data-parallel ranks."""
+    ema_decay: float = 0.0
+    """Cap of the decay of the weight average, min((1 + n) / (10 + n), cap); 0 keeps none."""
+    ema_interval: int = 8
+    """Updates between two updates of the average (Flow-GRPO)."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Evaluation by deterministic sampling with fixed noise; average weights when they exist."""
+
+    interval: int = 10
+    """Iterations between evaluations; 0 evaluates before and after the run only."""
+    num_steps: int = 28
+    """Denoising steps."""
+    samples_per_prompt: int = 4
+    """Images a prompt."""
+    max_prompts: int = 64
+    """Prompts taken from the file, in order."""
+    micro_batch_size: int = 16
+    """Images in one forward."""
+    seed: int = 1234
+    """Seed of the initial noise."""
+    grid_images: int = 40
+    """Images in a sample grid."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Megatron distributed checkpoints in the run directory."""
+
+    interval: int = 0
+    """Iterations between checkpoints; 0 saves at the end only, -1 never."""
+    resume: bool = False
+    """Continue from the newest checkpoint of `output`."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run of leangrpo."""
+
+    recipe: str = "custom"
+    """Name of the recipe; names the run directory."""
+    output: str | None = None
+    """Run directory; a fresh runs/<recipe>-<n> when not given."""
+    seed: int = 0
+    """Seed of prompts, noise and step selection."""
+    wandb: bool = False
+    """Also log to Weights & Biases."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    grpo: GrpoConfig = field(default_factory=GrpoConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    prompts: PromptConfig = field(default_factory=PromptConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

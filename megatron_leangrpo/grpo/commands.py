@@ -1,0 +1,182 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""The commands that run a recipe, from their arguments to the closing line."""
+
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_leangrpo import platform
+from megatron_leangrpo.config import RunConfig
+from megatron_leangrpo.config_reader import read_config, read_recipe
+from megatron_leangrpo.files import atomic_path, atomic_write
+from megatron_leangrpo.reporting.console import Console
+from megatron_leangrpo.reporting.run_directory import RunDirectory
+from megatron_leangrpo.reporting.sentences import byte_size, number
+
+_EXTRA_MODULES = {"ocr": ("rapidocr", "onnxruntime"), "video": ("av",), "wandb": ("wandb",)}
+
+
+def train(recipe: str, overrides: Sequence[str], dry_run: bool = False) -> None:
+    """Run a recipe; with `dry_run` only check it and print what it would do."""
+    from megatron_leangrpo.grpo.dry_run import check_and_describe
+
+    config, note = load(recipe, overrides)
+    if dry_run:
+        check_and_describe(config, Console())
+        return
+    console = _start(config, note)
+    check_and_describe(config, console, platform.world_size())
+
+    from megatron_leangrpo.grpo.experiment import build_experiment
+    from megatron_leangrpo.grpo.run_report import RunReport
+    from megatron_leangrpo.grpo.trainer import Trainer
+
+    with console.progress("loading", 1) as advance:
+        experiment = build_experiment(config)
+        advance(1)
+    experiment.scorer.warn = console.warning
+    directory = _run_directory(config)
+    report = RunReport(config, directory, console, platform.is_logging_rank())
+    report.verdict = experiment.scorer.verdict
+    trainer = Trainer(experiment, report)
+    if config.checkpoint.resume:
+        trainer.resume()
+    report.start(trainer.first_iteration)
+    trainer.run()
+    directory.close()
+    platform.destroy_distributed()
+
+
+def compare(
+    recipe: str,
+    overrides: Sequence[str],
+    schedules: Sequence[str],
+    repeat: int,
+    json_path: str | None = None,
+    gradients_path: str | None = None,
+) -> None:
+    """Run one rollout under each schedule and print gradient error, time and memory."""
+    config, note = load(recipe, overrides)
+    console = _start(config, note)
+
+    from megatron_leangrpo.grpo.compare import compare_schedules
+    from megatron_leangrpo.grpo.experiment import build_experiment
+
+    experiment = build_experiment(config)
+    with console.progress("comparing", len(schedules) * (repeat + 1)) as advance:
+        comparison = compare_schedules(experiment, schedules, repeat, advance)
+    first = comparison.reports[comparison.baseline]
+    console.table(
+        ["schedule", "rel. error", "cosine", "rollout s", "reward s", "update s", "total s",
+         "speed", "peak"],
+        [
+            [
+                name,
+                f"{report.rel_error:.2e}",
+                f"{report.cosine:.8f}",
+                number(report.time_rollout),
+                number(report.time_reward),
+                number(report.time_update),
+                number(report.time_total),
+                f"{first.time_total / report.time_total:.2f}x",
+                byte_size(report.peak_activation_bytes),
+            ]
+            for name, report in comparison.reports.items()
+        ],
+        title=f"{config.recipe}: gradient against {comparison.baseline}, "
+        f"medians of {repeat} interleaved runs on {platform.world_size()} ranks",
+    )  # fmt: skip
+    if platform.is_logging_rank():
+        if json_path:
+            settings = {**dataclasses.asdict(config), "world_size": platform.world_size()}
+            report = comparison.to_json(settings)
+            atomic_write(json_path, json.dumps(report, indent=2) + "\n")
+        if gradients_path:
+            from safetensors.torch import save_file
+
+            with atomic_path(gradients_path) as temporary:
+                save_file(comparison.gradients, temporary)
+    platform.destroy_distributed()
+
+
+def sample(recipe: str, overrides: Sequence[str], checkpoint: str | None = None) -> None:
+    """Draw pictures of the evaluation prompts from the base or from a run's checkpoint."""
+    config, note = load(recipe, overrides)
+    console = _start(config, note)
+
+    from megatron_leangrpo.grpo.experiment import build_experiment
+    from megatron_leangrpo.grpo.sampling import sample_pictures
+
+    experiment = build_experiment(config)
+    experiment.scorer.warn = console.warning
+    sample_pictures(experiment, console, checkpoint)
+    platform.destroy_distributed()
+
+
+def load(recipe: str, overrides: Sequence[str]) -> tuple[RunConfig, str | None]:
+    """Resolve a recipe, or the one it names for machines without an optional extra."""
+    chosen = read_recipe(recipe)
+    note = None
+    if chosen.requires and not _has_extra(chosen.requires):
+        if chosen.otherwise is None:
+            raise ValueError(f"recipe {recipe} needs {_install_line(chosen.requires)}")
+        note = (
+            f"recipe {chosen.name} needs {_install_line(chosen.requires)}; "
+            f"running {chosen.otherwise} instead"
+        )
+        chosen = read_recipe(chosen.otherwise)
+    return read_config(chosen, list(overrides)), note
+
+
+def _has_extra(extra: str) -> bool:
+    return all(importlib.util.find_spec(name) for name in _EXTRA_MODULES[extra])
+
+
+def _install_line(extra: str) -> str:
+    return f"the extra [{extra}] (pip install 'megatron-leangrpo[{extra}]')"
+
+
+def _start(config: RunConfig, note: str | None) -> Console:
+    """Join the other ranks and return this rank's console."""
+    from megatron_leangrpo.reporting.quiet import quiet_libraries
+
+    quiet_libraries()
+    parallel = config.parallel
+    platform.initialize_distributed(
+        parallel.tensor_model_parallel_size, timeout_seconds=parallel.timeout_seconds
+    )
+    console = Console(enabled=platform.is_logging_rank())
+    if note:
+        console.warning(note)
+    return console
+
+
+def _run_directory(config: RunConfig) -> RunDirectory:
+    """Make or open the run directory on the logging rank and tell the others where it is."""
+    import torch.distributed as dist
+
+    directory = None
+    if platform.is_logging_rank():
+        directory = (
+            RunDirectory.resume(config.output)
+            if config.checkpoint.resume
+            else RunDirectory.create(config.output, config.recipe)
+        )
+    name = directory.path.resolve() if directory else Path()
+    return directory or RunDirectory(_broadcast_text(str(name), dist))
+
+
+def _broadcast_text(text: str, dist) -> str:
+    """Send rank 0's text to all ranks as bytes; nothing is unpickled."""
+    import torch
+
+    raw = text.encode("utf-8")
+    length = torch.tensor([len(raw)], device=platform.device())
+    dist.broadcast(length, src=0)
+    buffer = torch.zeros(int(length), dtype=torch.uint8, device=platform.device())
+    if platform.rank() == 0:
+        buffer.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+    dist.broadcast(buffer, src=0)
+    return bytes(buffer.cpu().tolist()).decode("utf-8")

@@ -1,0 +1,145 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""Checks a configuration without loading a weight, and says what the run consists of."""
+
+import dataclasses
+import os
+from dataclasses import dataclass
+
+import torch
+
+from megatron_leangrpo.config import RunConfig
+from megatron_leangrpo.grpo.architecture import Architecture, resolve_architecture
+from megatron_leangrpo.grpo.experiment import objective_config
+from megatron_leangrpo.grpo.inputs import latent_geometry, read_prompts
+from megatron_leangrpo.grpo.placement import check_placement
+from megatron_leangrpo.grpo.rollout import RolloutSettings
+from megatron_leangrpo.platform import check_tensor_model_parallel_size
+from megatron_leangrpo.reporting.console import Console
+from megatron_leangrpo.reporting.sentences import byte_size
+from megatron_leangrpo.rewards.registry import build_reward
+
+GIBI = 1024**3
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes on each rank that stay for the whole run."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    average: int
+    reference: int
+
+
+def check_and_describe(
+    config: RunConfig, console: Console, world_size: int | None = None
+) -> None:
+    """Raise ``ValueError`` for what cannot run; otherwise print the run's facts.
+
+    Without `world_size` this is a dry run: weights need not be on this machine.
+    """
+    dry_run = world_size is None
+    world = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    tp = config.parallel.tensor_model_parallel_size
+    check_tensor_model_parallel_size(tp, world)
+    grpo = config.grpo
+    check_placement(
+        grpo.prompts_per_iteration,
+        grpo.group_size,
+        world // tp,
+        grpo.placement,
+        grpo.updates_per_rollout,
+    )
+    architecture = resolve_architecture(config, needs_weights=not dry_run)
+    shape, grid = latent_geometry(config, architecture)
+    settings = RolloutSettings.from_config(config.sampling, shape, config.seed)
+    objective_config(config)
+    prompts, _ = read_prompts(config)
+    build_reward(config.reward.weights, config.reward.failure_policy)
+    facts = {
+        "model": _describe_model(config, architecture),
+        "layout": f"{world} ranks: tensor parallel {tp}, data parallel {world // tp}",
+        "picture": f"{config.sampling.height} x {config.sampling.width} pixels (h x w), "
+        f"{shape[0]} image tokens ({grid[0]} x {grid[1]}) + {config.model.max_text_tokens} text "
+        "tokens",
+        "steps": f"{config.sampling.num_steps}, of which {settings.selector.num_trained(0)} are "
+        f"trained ({config.sampling.step_selection}), kernel {config.sampling.kernel}",
+        "iteration": describe_batch(config, world // tp),
+        "prompts": f"{len(prompts)} in {config.prompts.train}",
+        "schedule": _describe_schedule(config, settings.selector.num_trained(0)),
+    }
+    if dry_run:
+        sizes = rank_bytes(config, architecture, world // tp)
+        total = sum(dataclasses.astuple(sizes))
+        parts = ", ".join(f"{n} {byte_size(v)}" for n, v in dataclasses.asdict(sizes).items() if v)
+        facts["bytes a rank"] = f"{byte_size(total)} before activations ({parts})"
+    console.facts(f"{config.recipe}", facts)
+
+
+def parameter_count(architecture: Architecture, tp_size: int = 1) -> int:
+    """Count the parameters of one tensor-parallel rank on the meta device."""
+    from megatron_leangrpo.models.flux.model import FluxTransformer
+
+    with torch.device("meta"):
+        model = FluxTransformer(
+            dataclasses.replace(architecture.config, tensor_model_parallel_size=1)
+        )
+    return sum(
+        p.numel() // (tp_size if getattr(p, "tensor_model_parallel", False) else 1)
+        for p in model.parameters()
+    )
+
+
+def rank_bytes(config: RunConfig, architecture: Architecture, dp_size: int) -> RankBytes:
+    """Bytes of weights, gradients and their followers on one rank, before activations."""
+    count = parameter_count(architecture, config.parallel.tensor_model_parallel_size)
+    width = torch.empty((), dtype=architecture.config.params_dtype).element_size()
+    wide = max(width, 4)
+    # Two moments, and a float32 copy of weights that are narrower than that.
+    state = count * (2 * wide + (4 if width < 4 else 0))
+    if config.optimizer.use_distributed_optimizer:
+        state //= dp_size
+    return RankBytes(
+        weights=count * width,
+        gradients=count * wide,
+        optimizer=state,
+        average=count * wide if config.optimizer.ema_decay > 0 else 0,
+        reference=count * width if config.grpo.kl_beta > 0 else 0,
+    )
+
+
+def describe_batch(config: RunConfig, dp_size: int) -> str:
+    """Return the batch arithmetic of an iteration."""
+    grpo = config.grpo
+    samples = grpo.prompts_per_iteration * grpo.group_size
+    per_rank = samples // dp_size
+    updates = grpo.updates_per_rollout
+    return (
+        f"{grpo.prompts_per_iteration} prompts x {grpo.group_size} samples = {samples} "
+        f"trajectories, {per_rank} a rank in micro-batches of "
+        f"{min(grpo.micro_batch_size, per_rank // updates)}, {updates} "
+        f"update{'s' if updates > 1 else ''} of {samples // updates}"
+    )
+
+
+def _describe_model(config: RunConfig, architecture: Architecture) -> str:
+    flux = architecture.config
+    source = str(architecture.base) if architecture.base else f"preset {config.model.preset}"
+    weights = "" if architecture.base else ", random weights"
+    return (
+        f"{source}{weights}: {parameter_count(architecture):,} parameters, "
+        f"{flux.num_double_blocks} double + {flux.num_single_blocks} single blocks, "
+        f"hidden {flux.hidden_size}, {config.model.dtype}"
+    )
+
+
+def _describe_schedule(config: RunConfig, trained: int) -> str:
+    """Say what the schedule saves here, in forwards (a backward counts two)."""
+    steps, updates = config.sampling.num_steps, config.grpo.updates_per_rollout
+    replay = steps + 3 * trained
+    saved = 0 if config.grpo.schedule == "replay" else trained / updates
+    text = f"{config.grpo.schedule}, at most {replay / (replay - saved):.2f} times replay's speed"
+    if updates > 1:
+        text += f"; only the first of {updates} updates is on-policy, the others are replayed"
+    return text

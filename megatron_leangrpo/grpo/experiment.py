@@ -1,0 +1,133 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""Builds the parts of a run from its configuration; train, compare and sample share them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_leangrpo import platform
+from megatron_leangrpo.codecs.base import LatentCodec
+from megatron_leangrpo.conditioning.encoders import Conditioning
+from megatron_leangrpo.conditioning.prompts import Prompt, PromptSampler
+from megatron_leangrpo.config import RunConfig
+from megatron_leangrpo.grpo.architecture import DTYPES, Architecture, resolve_architecture
+from megatron_leangrpo.grpo.evaluation import Evaluator
+from megatron_leangrpo.grpo.inputs import (
+    build_codec,
+    build_encoder,
+    latent_geometry,
+    read_prompts,
+)
+from megatron_leangrpo.grpo.iteration import IterationRunner
+from megatron_leangrpo.grpo.objective import Objective
+from megatron_leangrpo.grpo.optimization import wrap_data_parallel
+from megatron_leangrpo.grpo.policy import Policy
+from megatron_leangrpo.grpo.reference import frozen_copy
+from megatron_leangrpo.grpo.rollout import RolloutSettings, sigma_schedule
+from megatron_leangrpo.grpo.schedules import SCHEDULES
+from megatron_leangrpo.grpo.scoring import Scorer
+from megatron_leangrpo.rewards.registry import build_reward
+
+@dataclass
+class Experiment:
+    """The parts of a run on this rank."""
+
+    config: RunConfig
+    architecture: Architecture
+    policy: Policy
+    model: torch.nn.Module
+    """The policy's transformer in megatron's data-parallel wrapper."""
+    reference: Policy | None
+    codec: LatentCodec
+    encoder: object
+    prompts: list[Prompt]
+    sampler: PromptSampler
+    evaluation_prompts: list[Prompt]
+    scorer: Scorer
+    settings: RolloutSettings
+    objective: Objective
+
+    def encode(self, prompts: Sequence[str]) -> Conditioning:
+        """Encode prompts on the policy's device and dtype, guidance included."""
+        conditioning = self.encoder.encode(list(prompts))
+        conditioning = conditioning.to(platform.device(), self.policy.dtype)
+        scale = self.architecture.guidance_scale
+        return conditioning if scale is None else conditioning.with_guidance(scale)
+
+    def runner(self, schedule: str) -> IterationRunner:
+        """Return an iteration runner that uses the named schedule."""
+        built = SCHEDULES[schedule](self.policy, self.objective, self.reference)
+        return IterationRunner(
+            self.model,
+            self.policy,
+            built,
+            self.settings,
+            self.config.grpo,
+            self.encode,
+            self.scorer,
+        )
+
+    def evaluator(self) -> Evaluator:
+        """Return the evaluator of the run."""
+        config, shape = self.config, self.settings.latent_shape
+        return Evaluator(
+            self.policy,
+            sigma_schedule(config.sampling, config.evaluation.num_steps, shape[0]),
+            config.evaluation,
+            self.evaluation_prompts,
+            self.encode,
+            self.scorer,
+            shape,
+        )
+
+
+def build_experiment(config: RunConfig) -> Experiment:
+    """Build every part, cheap checks first, so that a mistake shows before weights are read.
+
+    Call `platform.initialize_distributed` before. Raises ``ValueError`` for what a user can cause.
+    """
+    architecture = resolve_architecture(config)
+    prompts, evaluation_prompts = read_prompts(config)
+    reward = build_reward(config.reward.weights, config.reward.failure_policy)
+    reward.validate(prompts, config.prompts.train or "the built-in prompts")
+    latent_shape, grid = latent_geometry(config, architecture)
+    sampling = config.sampling
+    settings = RolloutSettings.from_config(sampling, latent_shape, config.seed)
+    objective = objective_config(config)
+    sampler = PromptSampler(prompts, config.grpo.prompts_per_iteration, config.seed)
+    codec, encoder = build_codec(architecture), build_encoder(config, architecture)
+
+    dtype = DTYPES[config.model.dtype]
+    model = architecture.build_model(platform.device())
+    policy = Policy(model, grid, dtype)
+    reference = frozen_copy(policy) if objective.kl_beta > 0 else None
+    return Experiment(
+        config=config,
+        architecture=architecture,
+        policy=policy,
+        model=wrap_data_parallel(model, config.optimizer.use_distributed_optimizer),
+        reference=reference,
+        codec=codec,
+        encoder=encoder,
+        prompts=prompts,
+        sampler=sampler,
+        evaluation_prompts=evaluation_prompts,
+        scorer=Scorer(codec, reward, sampling.height, sampling.width),
+        settings=settings,
+        objective=objective,
+    )
+
+
+def objective_config(config: RunConfig) -> Objective:
+    """Return the objective of a run, checked against its kernel."""
+    grpo = config.grpo
+    objective = Objective(
+        clip_range=grpo.clip_range,
+        adv_clip=grpo.adv_clip,
+        ratio_norm=grpo.ratio_norm,
+        kl_beta=grpo.kl_beta,
+        kl_form=grpo.kl_form,
+    )
+    objective.check_kernel(config.sampling.kernel)
+    return objective

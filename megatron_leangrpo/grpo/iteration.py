@@ -1,0 +1,208 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""One GRPO iteration: waves of rollouts, rewards, advantages, backward, and one update after another.
+
+    prompts -> groups -> waves of rollouts -> rewards -> advantages -> schedule.backward -> update
+
+Collectives over the data-parallel ranks happen once a wave (rewards) and once an update
+(gradients), whatever the advantages turn out to be.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_leangrpo import platform
+from megatron_leangrpo.conditioning.prompts import Prompt
+from megatron_leangrpo.config import GrpoConfig
+from megatron_leangrpo.grpo.advantages import needs_all_groups
+from megatron_leangrpo.grpo.optimization import reduce_gradients, zero_gradients
+from megatron_leangrpo.grpo.placement import Group, Placement, Wave, place
+from megatron_leangrpo.grpo.policy import Policy
+from megatron_leangrpo.grpo.reward_table import RewardTable
+from megatron_leangrpo.grpo.rollout import RolloutSettings, roll_out_wave
+from megatron_leangrpo.grpo.schedules import ReplaySchedule, Schedule
+from megatron_leangrpo.grpo.scoring import Scorer
+from megatron_leangrpo.grpo.stats import UpdateStats
+from megatron_leangrpo.grpo.timing import PhaseTimer
+from megatron_leangrpo.grpo.trajectory import WaveTrajectory
+
+
+@dataclass
+class IterationResult:
+    """What an iteration measured, and the images of the rank's first wave for a look."""
+
+    metrics: dict[str, float]
+    groups: list[Group]
+    table: RewardTable
+    updates: list[dict[str, float]] = field(default_factory=list)
+
+
+class IterationRunner:
+    """Runs iterations with one schedule.
+
+    Args:
+        model: the data-parallel wrapper whose buffers collect the gradient.
+        policy: the transformer inside it.
+        encode: prompts to conditioning, on the policy's device and dtype.
+        on_wave: called after each rollout and scoring, for progress.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        policy: Policy,
+        schedule: Schedule,
+        settings: RolloutSettings,
+        config: GrpoConfig,
+        encode: Callable[[Sequence[str]], object],
+        scorer: Scorer,
+    ) -> None:
+        self.model, self.policy, self.schedule = model, policy, schedule
+        self.settings, self.config = settings, config
+        self.encode, self.scorer = encode, scorer
+        self.replay = ReplaySchedule(policy, schedule.objective, schedule.reference)
+        self.on_wave: Callable[[Wave], None] = lambda wave: None
+
+    def place(self, groups: Sequence[Group], iteration: int) -> Placement:
+        """Return this rank's waves of an iteration."""
+        return place(
+            groups,
+            self.config.group_size,
+            dp_rank=platform.dp_rank(),
+            dp_size=platform.dp_size(),
+            placement=self.config.placement,
+            micro_batch_size=self.config.micro_batch_size,
+            updates=self.config.updates_per_rollout,
+            seed=self.settings.seed,
+            iteration=iteration,
+        )
+
+    def count_waves(self, groups: int) -> int:
+        """Return how many waves each rank rolls out in an iteration of `groups` groups."""
+        config = self.config
+        share = groups * config.group_size // config.updates_per_rollout // platform.dp_size()
+        return -(-share // config.micro_batch_size) * config.updates_per_rollout
+
+    def run(
+        self,
+        iteration: int,
+        prompts: Sequence[Prompt],
+        apply_update: Callable[[], dict[str, float]] | None = None,
+    ) -> IterationResult:
+        """Roll out and train on one batch of prompts.
+
+        `apply_update` takes an optimizer step on the reduced gradient and returns its metrics;
+        without it the gradient of the first update is left in the buffers.
+        """
+        timer, groups = PhaseTimer(), [Group(i, prompt) for i, prompt in enumerate(prompts)]
+        placement = self.place(groups, iteration)
+        table = RewardTable(len(groups), self.config.group_size, self.scorer.names)
+        result = IterationResult({}, groups, table)
+        pending: list[WaveTrajectory] = []
+        stats = UpdateStats()
+        zero_gradients(self.model)
+        for wave in placement.waves:
+            trajectory = self._roll_out(wave, groups, iteration, timer)
+            with timer.phase("reward"):
+                table.add_wave(wave, self.scorer(trajectory, groups))
+            pending.append(trajectory)
+            with timer.phase("update"):
+                self._train_ready(pending, placement, wave.index, table, iteration, stats)
+            self.on_wave(wave)
+        with timer.phase("update"):
+            result.updates.append(self._finish_update(stats, apply_update))
+            if apply_update is not None:
+                for minibatch in range(1, self.config.updates_per_rollout):
+                    result.updates.append(
+                        self._replay_update(minibatch, pending, table, iteration, apply_update)
+                    )
+        result.metrics = {**self._reward_metrics(table), **result.updates[0], **timer.metrics()}
+        for name, pick in (("ratio_min", min), ("ratio_max", max)):
+            result.metrics[name] = pick(update[name] for update in result.updates)
+        return result
+
+    def _roll_out(
+        self, wave: Wave, groups: list[Group], iteration: int, timer: PhaseTimer
+    ) -> WaveTrajectory:
+        keeps_graph = self.schedule.keeps_graph and wave.minibatch == 0
+        with timer.phase("rollout"):
+            conditioning = self.encode([groups[slot.group].prompt.text for slot in wave.slots])
+            return roll_out_wave(
+                self.policy, self.settings, wave, conditioning, iteration, keeps_graph
+            )
+
+    def _train_ready(
+        self,
+        pending: list[WaveTrajectory],
+        placement: Placement,
+        after: int,
+        table: RewardTable,
+        iteration: int,
+        stats: UpdateStats,
+    ) -> None:
+        """Run the backwards of the first mini-batch's waves whose groups are complete."""
+        last = placement.waves[-1].index
+        if needs_all_groups(self.config.advantage, self.config.reward_combination) and after < last:
+            return
+        for trajectory in list(pending):
+            wave = trajectory.wave
+            if wave.minibatch == 0 and placement.ready(wave, after):
+                pending.remove(trajectory)
+                self._backward(self.schedule, trajectory, table, iteration, stats)
+
+    def _replay_update(
+        self,
+        minibatch: int,
+        pending: list[WaveTrajectory],
+        table: RewardTable,
+        iteration: int,
+        apply_update: Callable[[], dict[str, float]],
+    ) -> dict[str, float]:
+        """Train an off-policy mini-batch with the true ratio and clip."""
+        zero_gradients(self.model)
+        stats = UpdateStats()
+        for trajectory in [t for t in pending if t.wave.minibatch == minibatch]:
+            self._backward(self.replay, trajectory, table, iteration, stats)
+        return self._finish_update(stats, apply_update)
+
+    def _backward(
+        self,
+        schedule: Schedule,
+        trajectory: WaveTrajectory,
+        table: RewardTable,
+        iteration: int,
+        stats: UpdateStats,
+    ) -> None:
+        groups, members = table.rewarded.shape
+        trajectories = groups * members // self.config.updates_per_rollout
+        steps = self.settings.selector.num_trained(iteration)
+        advantages = table.advantages(
+            self.scorer.weights, self.config.advantage, self.config.reward_combination
+        )
+        slots = trajectory.wave.slots
+        own = torch.stack([advantages[slot.group, slot.member] for slot in slots])
+        scale = 1 / (trajectories * steps)
+        schedule.backward(trajectory, own.to(platform.device()), scale, stats)
+
+    def _finish_update(
+        self, stats: UpdateStats, apply_update: Callable[[], dict[str, float]] | None
+    ) -> dict[str, float]:
+        # Without an update the caller looks at the gradient itself.
+        reduce_gradients(self.model, whole=apply_update is None)
+        metrics = stats.reduced()
+        if apply_update is not None:
+            metrics.update(apply_update())
+        return metrics
+
+    def _reward_metrics(self, table: RewardTable) -> dict[str, float]:
+        total = table.total(self.scorer.weights)
+        kept = total[~table.dropped]
+        metrics = {f"reward_{name}": table.mean(name) for name in table.names}
+        if kept.numel():
+            metrics["reward_mean"] = kept.mean().item()
+            metrics["reward_std"] = kept.std(dim=1, correction=0).mean().item()
+            constant = kept.max(dim=1).values == kept.min(dim=1).values
+            metrics["zero_std_ratio"] = constant.double().mean().item()
+        metrics["dropped_groups"] = float(table.dropped.sum())
+        return metrics

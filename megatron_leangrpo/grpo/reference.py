@@ -1,0 +1,17 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""The reference policy of a KL term: a frozen copy of the weights the run started from."""
+
+import copy
+
+import torch
+
+from megatron_leangrpo.grpo.policy import Policy
+
+
+def frozen_copy(policy: Policy) -> Policy:
+    """Return a policy over a copy of the weights that never changes and takes no gradient.
+
+    Take it before the model is wrapped for data parallelism, so that it owns no gradient buffers.
+    """
+    model: torch.nn.Module = copy.deepcopy(policy.model)
+    return Policy(model.requires_grad_(False).eval(), policy.grid, policy.dtype)

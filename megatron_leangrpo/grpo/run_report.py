@@ -1,0 +1,121 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""What a training run shows and leaves behind: lines, metrics, pictures, curves, the summary."""
+
+import dataclasses
+import json
+from typing import Any
+
+from megatron_leangrpo.config import RunConfig
+from megatron_leangrpo.config_reader import write_config
+from megatron_leangrpo.grpo.evaluation import Evaluation
+from megatron_leangrpo.reporting.console import Console
+from megatron_leangrpo.reporting.curves import save_curves
+from megatron_leangrpo.reporting.metrics import MetricsWriter
+from megatron_leangrpo.reporting.pictures import Sample, save_before_after, save_grid
+from megatron_leangrpo.reporting.run_directory import RunDirectory
+from megatron_leangrpo.reporting.sentences import evaluation_line, final_line, iteration_line
+
+
+class RunReport:
+    """Writes the run directory on the logging rank; on the others every call does nothing."""
+
+    def __init__(
+        self, config: RunConfig, directory: RunDirectory, console: Console, writes: bool
+    ) -> None:
+        self.config, self.directory, self.console, self.writes = config, directory, console, writes
+        self.verdict = "correct"
+        self.metrics: MetricsWriter | None = None
+        self.evaluations: dict[int, dict[str, Any]] = {}
+        self.before: list[Sample] | None = None
+
+    def start(self, completed_iterations: int) -> None:
+        """Open the files; a resumed run takes the evaluations so far from its summary."""
+        if not self.writes:
+            return
+        self.directory.write_config(write_config(self.config))
+        if completed_iterations and self.directory.summary.exists():
+            earlier = json.loads(self.directory.summary.read_text(encoding="utf-8"))
+            for row in earlier.get("evaluations", []):
+                if row["iteration"] <= completed_iterations:
+                    self.evaluations[row["iteration"]] = row
+        wandb_config = dataclasses.asdict(self.config) if self.config.wandb else None
+        self.metrics = MetricsWriter(self.directory, completed_iterations, wandb_config)
+
+    def evaluation(self, iteration: int, evaluation: Evaluation) -> dict[str, float]:
+        """Report an evaluation after `iteration` iterations; returns its metrics."""
+        row: dict[str, Any] = {
+            "iteration": iteration,
+            "reward": evaluation.reward_mean,
+            "correct": evaluation.correct,
+            "rewards": evaluation.rewards,
+        }
+        self.evaluations[iteration] = row
+        self.console.line(
+            evaluation_line(iteration, evaluation.reward_mean, evaluation.correct, self.verdict)
+        )
+        metrics = {"eval_reward": evaluation.reward_mean}
+        metrics |= {f"eval_reward_{name}": value for name, value in evaluation.rewards.items()}
+        if evaluation.correct is not None:
+            metrics["eval_correct"] = evaluation.correct
+        if self.writes:
+            self._draw(iteration, evaluation)
+            if iteration == 0:
+                self.metrics.write_scalars(0, metrics)
+            self.directory.write_summary(self._summary())
+        return metrics
+
+    def iteration(
+        self, iteration: int, metrics: dict[str, Any], evaluation: Evaluation | None
+    ) -> None:
+        """Report a finished iteration and the evaluation after it, if there was one."""
+        self.console.line(iteration_line(iteration, self.config.grpo.iterations, metrics))
+        if evaluation is not None:
+            metrics |= self.evaluation(iteration, evaluation)
+        if self.writes:
+            self.metrics.write(iteration, metrics)
+            if evaluation is not None:
+                self._draw_curves()
+
+    def finish(self, seconds: float) -> dict[str, Any]:
+        """Write the summary, print the closing line and return the summary."""
+        summary = {**self._summary(), "seconds": seconds}
+        if self.writes:
+            self.directory.write_summary(summary)
+            self.metrics.close()
+        if summary["eval_reward_before"] is not None:
+            self.console.line(final_line(summary, str(self.directory.samples)))
+        return summary
+
+    def _summary(self) -> dict[str, Any]:
+        rows = [self.evaluations[n] for n in sorted(self.evaluations)]
+        first, last = rows[0], rows[-1]
+        return {
+            "recipe": self.config.recipe,
+            "schedule": self.config.grpo.schedule,
+            "seed": self.config.seed,
+            "iterations": last["iteration"],
+            "eval_reward_before": first["reward"] if first["iteration"] == 0 else None,
+            "eval_reward_after": last["reward"],
+            "eval_correct_before": first["correct"],
+            "eval_correct_after": last["correct"],
+            "correct_means": self.verdict,
+            "evaluations": rows,
+        }
+
+    def _draw(self, iteration: int, evaluation: Evaluation) -> None:
+        samples, folder = evaluation.samples, self.directory.samples
+        title = f"{self.config.recipe}, evaluation after iteration {iteration}"
+        save_grid(folder / f"step_{iteration:06d}.png", samples, title)
+        if iteration == 0:
+            self.before = samples
+            save_grid(folder / "before.png", samples, f"{self.config.recipe}, before")
+        if iteration == self.config.grpo.iterations:
+            save_grid(folder / "after.png", samples, f"{self.config.recipe}, after")
+            if self.before is not None:
+                title = f"{self.config.recipe}: the same prompts and noise"
+                save_before_after(folder / "before_after.png", self.before, samples, title)
+
+    def _draw_curves(self) -> None:
+        rewards = {n: row["reward"] for n, row in self.evaluations.items()}
+        title = f"{self.config.recipe}, schedule {self.config.grpo.schedule}"
+        save_curves(self.directory.curves, self.directory.metrics_rows(), rewards, title)

@@ -1,0 +1,52 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""Pictures of the evaluation prompts from the base model or from a checkpoint of a run."""
+
+from pathlib import Path
+
+from megatron_leangrpo import platform
+from megatron_leangrpo.checkpoint.training import load_weights, newest_checkpoint, read_position
+from megatron_leangrpo.grpo.experiment import Experiment
+from megatron_leangrpo.reporting.console import Console
+from megatron_leangrpo.reporting.pictures import sample_file_name, save_grid, save_image
+from megatron_leangrpo.reporting.run_directory import RunDirectory
+from megatron_leangrpo.reporting.sentences import evaluation_line
+
+
+def sample_pictures(experiment: Experiment, console: Console, checkpoint: str | None) -> None:
+    """Sample, score and save `evaluation.grid_images` pictures and a grid of them."""
+    config, iteration = experiment.config, 0
+    if checkpoint is not None:
+        path = find_checkpoint(Path(checkpoint))
+        iteration = read_position(path)
+        load_weights(path, experiment.policy.model, average=config.optimizer.ema_decay > 0)
+        console.line(f"weights of {path}")
+    evaluator = experiment.evaluator()
+    evaluator.items = evaluator.items[: config.evaluation.grid_images]
+    with console.progress("sampling", len(evaluator.items)) as advance:
+        evaluation = evaluator.run(lambda count: advance(count * platform.dp_size()))
+    for note in experiment.encoder.notes():
+        console.warning(note)
+    console.line(
+        evaluation_line(
+            iteration, evaluation.reward_mean, evaluation.correct, experiment.scorer.verdict
+        )
+    )
+    if not platform.is_logging_rank():
+        return
+    with RunDirectory.create(config.output, f"{config.recipe}-samples") as directory:
+        for (prompt, number), sample in zip(evaluator.items, evaluation.samples):
+            name = sample_file_name(prompt.id, number, prompt.text)
+            save_image(directory.samples / name, sample.image)
+        grid = directory.samples / "grid.png"
+        save_grid(grid, evaluation.samples, f"{config.recipe}, iteration {iteration}")
+    console.line(f"{len(evaluation.samples)} pictures in {directory.samples}, all in {grid}")
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return a checkpoint folder from itself, or the newest one of a run directory."""
+    for folder in (path / "checkpoints", path):
+        newest = newest_checkpoint(folder)
+        if newest is not None:
+            return newest
+    read_position(path)
+    return path

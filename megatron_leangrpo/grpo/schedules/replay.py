@@ -1,0 +1,21 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""Replay: roll out without graphs, then run every trained step again with gradients.
+
+What DanceGRPO and Flow-GRPO do, and the only schedule that is right off-policy.
+"""
+
+import torch
+
+from megatron_leangrpo.grpo.schedules.base import Schedule
+from megatron_leangrpo.grpo.trajectory import TrainedStep, WaveTrajectory
+
+
+class ReplaySchedule(Schedule):
+    """N + 3T forward-equivalents a sample; one step's activations at a time."""
+
+    name = "replay"
+    keeps_graph = False
+
+    def velocity(self, trajectory: WaveTrajectory, step: TrainedStep) -> torch.Tensor:
+        """Run the forward of the step again, now with gradients."""
+        return self.policy(step.x, step.timestep, trajectory.conditioning)

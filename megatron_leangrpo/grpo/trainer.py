@@ -1,0 +1,121 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""The training run: iterations, evaluations, checkpoints, pictures and the closing line."""
+
+import contextlib
+import time
+from typing import Any
+
+from megatron_leangrpo import platform
+from megatron_leangrpo.checkpoint.training import (
+    TrainingState,
+    load_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+)
+from megatron_leangrpo.grpo.ema import WeightAverage
+from megatron_leangrpo.grpo.evaluation import Evaluation
+from megatron_leangrpo.grpo.experiment import Experiment
+from megatron_leangrpo.grpo.iteration import IterationResult
+from megatron_leangrpo.grpo.optimization import build_optimization
+from megatron_leangrpo.grpo.run_report import RunReport
+from megatron_leangrpo.reporting.memory import peak_memory_bytes
+
+
+class Trainer:
+    """Runs the iterations of an experiment from its start or from a checkpoint."""
+
+    def __init__(self, experiment: Experiment, report: RunReport) -> None:
+        config = experiment.config
+        self.experiment, self.report, self.config = experiment, report, config
+        self.runner = experiment.runner(config.grpo.schedule)
+        self.evaluator = experiment.evaluator()
+        total_updates = config.grpo.iterations * config.grpo.updates_per_rollout
+        self.optimization = build_optimization(experiment.model, config.optimizer, total_updates)
+        self.average = None
+        if config.optimizer.ema_decay > 0:
+            self.average = WeightAverage(
+                experiment.policy.model, config.optimizer.ema_decay, config.optimizer.ema_interval
+            )
+        self.first_iteration = 0
+
+    @property
+    def state(self) -> TrainingState:
+        """What a checkpoint holds."""
+        return TrainingState(
+            self.experiment.policy.model,
+            self.optimization.optimizer,
+            self.optimization.scheduler,
+            None if self.average is None else self.average.values,
+        )
+
+    def resume(self) -> None:
+        """Continue from the newest checkpoint of the run directory."""
+        checkpoint = newest_checkpoint(self.report.directory.checkpoints)
+        if checkpoint is None:
+            raise ValueError(f"checkpoint.resume: {self.report.directory.path} holds no checkpoint")
+        self.first_iteration = load_checkpoint(checkpoint, self.state)
+        self.report.console.line(f"resumed after iteration {self.first_iteration}: {checkpoint}")
+
+    def run(self) -> dict[str, Any]:
+        """Train to the last iteration; returns the summary."""
+        start, iterations = time.perf_counter(), self.config.grpo.iterations
+        if self.first_iteration >= iterations:
+            self.report.console.line(
+                f"this run has finished its {iterations} iterations; raise grpo.iterations to go on"
+            )
+            return {}
+        if self.first_iteration == 0:
+            self.report.evaluation(0, self._evaluate())
+        for iteration in range(self.first_iteration, iterations):
+            metrics = self._train(iteration)
+            done = iteration + 1
+            evaluation = self._evaluate() if self._evaluates_after(done) else None
+            self.report.iteration(done, metrics, evaluation)
+            if self._saves_after(done):
+                save_checkpoint(self.report.directory.checkpoints, self.state, done)
+        return self.report.finish(seconds=time.perf_counter() - start)
+
+    def _train(self, iteration: int) -> dict[str, Any]:
+        prompts = self.experiment.sampler.batch(iteration)
+        waves = self.runner.count_waves(len(prompts))
+        with self.report.console.progress(f"iteration {iteration + 1}", waves) as advance:
+            self.runner.on_wave = lambda wave: advance(1)
+            result = self.runner.run(iteration, prompts, self._apply_update)
+        return self._metrics(result)
+
+    def _apply_update(self) -> dict[str, float]:
+        """Take one optimizer step on the reduced gradient."""
+        update = self.optimization.updates
+        grad_norm, learning_rate = self.optimization.step()
+        if self.average is not None:
+            self.average.update(self.experiment.policy.model, update)
+        return {"grad_norm": grad_norm, "learning_rate": learning_rate}
+
+    def _metrics(self, result: IterationResult) -> dict[str, Any]:
+        metrics: dict[str, Any] = dict(result.metrics)
+        samples = self.config.grpo.prompts_per_iteration * self.config.grpo.group_size
+        metrics["samples_per_second"] = samples / metrics["time_total"]
+        metrics["peak_memory_bytes"] = peak_memory_bytes()
+        metrics["schedule"] = self.config.grpo.schedule
+        for number, update in enumerate(result.updates[1:], start=2):
+            for name in ("ratio_min", "ratio_max", "clip_fraction", "grad_norm", "learning_rate"):
+                metrics[f"update_{number}/{name}"] = update.get(name)
+        return metrics
+
+    def _evaluate(self) -> Evaluation:
+        images = len(self.evaluator.items) // platform.dp_size()
+        weights = contextlib.nullcontext()
+        if self.average is not None:
+            weights = self.average.applied(self.experiment.policy.model)
+        with weights, self.report.console.progress("evaluation", images) as advance:
+            return self.evaluator.run(advance)
+
+    def _evaluates_after(self, done: int) -> bool:
+        interval = self.config.evaluation.interval
+        return done == self.config.grpo.iterations or (interval > 0 and done % interval == 0)
+
+    def _saves_after(self, done: int) -> bool:
+        interval = self.config.checkpoint.interval
+        if interval < 0:
+            return False
+        return done == self.config.grpo.iterations or (interval > 0 and done % interval == 0)
