@@ -70,7 +70,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     arguments.overrides = overrides
     from megatron_leangrpo.errors import run_command
+    from megatron_leangrpo.reporting.quiet import quiet_libraries
 
+    quiet_libraries()
     sys.exit(run_command(lambda: arguments.run(arguments)))
 
 

@@ -140,9 +140,6 @@ def _install_line(extra: str) -> str:
 
 def _start(config: RunConfig, note: str | None) -> Console:
     """Join the other ranks and return this rank's console."""
-    from megatron_leangrpo.reporting.quiet import quiet_libraries
-
-    quiet_libraries()
     parallel = config.parallel
     platform.initialize_distributed(
         parallel.tensor_model_parallel_size, timeout_seconds=parallel.timeout_seconds

@@ -72,7 +72,9 @@ def compare_schedules(
     peaks = {}
     for name, runner in runners.items():
         metrics: dict[str, float] = {}
-        peaks[name] = peak_allocated_bytes(lambda r=runner, m=metrics: m.update(_run(r, experiment)))
+        peaks[name] = peak_allocated_bytes(
+            lambda r=runner, m=metrics: m.update(_run(r, experiment))
+        )
         gradients[name] = export_diffusers_gradients(experiment.model)
         ratios[name] = (metrics["ratio_min"], metrics["ratio_max"])
         advance(1)

@@ -32,9 +32,7 @@ class RankBytes:
     reference: int
 
 
-def check_and_describe(
-    config: RunConfig, console: Console, world_size: int | None = None
-) -> None:
+def check_and_describe(config: RunConfig, console: Console, world_size: int | None = None) -> None:
     """Raise ``ValueError`` for what cannot run; otherwise print the run's facts.
 
     Without `world_size` this is a dry run: weights need not be on this machine.

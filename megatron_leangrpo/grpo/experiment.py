@@ -29,6 +29,7 @@ from megatron_leangrpo.grpo.schedules import SCHEDULES
 from megatron_leangrpo.grpo.scoring import Scorer
 from megatron_leangrpo.rewards.registry import build_reward
 
+
 @dataclass
 class Experiment:
     """The parts of a run on this rank."""

@@ -12,11 +12,18 @@ _ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     # The tokenizers warn when a process that used them forks.
     "TOKENIZERS_PARALLELISM": "false",
+    # The profiler that counts memory announces its start and stop.
+    "KINETO_LOG_LEVEL": "99",
 }
 
 _WARNINGS = (
     # megatron-core, at import, in each of four modules; `leangrpo info` says it once.
     "Transformer Engine and Apex are not installed",
+    # megatron-core, about a default of its own.
+    "full scope is deprecated",
+    # megatron-core 0.16 on a host: a CUDA variable, and torch's older names of collectives.
+    "When using async grad allreduce",
+    "`torch.distributed.(all_gather_into|reduce_scatter)_tensor` is deprecated",
 )
 
 _LOGGERS = ("megatron", "RapidOCR", "rapidocr", "matplotlib", "PIL", "absl", "tensorboard")
