@@ -36,15 +36,15 @@ def _import_from(name: str, path: str) -> ModuleType:
 
 
 def _serve(rank: int, world_size: int, store_path: str, jobs: Any, results: Any) -> None:
-    """Body of one rank: join the gloo world, then run jobs until told to stop."""
+    """Body of one rank: join the gloo world, then run jobs until killed."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     store = dist.FileStore(store_path, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    while (job := jobs.get()) is not None:
-        search_path, module_name, module_path, function_name, arguments = job
+    while True:
+        search_path, module_name, module_path, function_name, arguments = jobs.get()
         sys.path[:] = search_path
         try:
             function = getattr(_import_from(module_name, module_path), function_name)
@@ -53,8 +53,6 @@ def _serve(rank: int, world_size: int, store_path: str, jobs: Any, results: Any)
             results.put((rank, True, pickle.dumps(function(*args, **kwargs))))
         except BaseException:
             results.put((rank, False, traceback.format_exc()))
-    # Leaving the world in step keeps gloo from reporting a lost peer.
-    dist.destroy_process_group()
 
 
 class RankPool:
@@ -121,18 +119,12 @@ class RankPool:
                         f"ranks {missing} gave no result in {timeout_seconds:.0f} s"
                     ) from None
 
-    def close(self, kill: bool = False) -> None:
-        """Stop the ranks: politely, or at once after a failure left them in a collective."""
-        for process, jobs in zip(self._processes, self._jobs):
-            if kill:
-                process.kill()
-            else:
-                jobs.put(None)
+    def close(self) -> None:
+        """Stop the ranks at once: after a failure they may wait in a collective for ever."""
         for process in self._processes:
-            process.join(timeout=10)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.kill()
+        for process in self._processes:
+            process.join()
         self._folder.cleanup()
 
 
@@ -156,7 +148,7 @@ class RankLauncher:
             return pool.run(function, args, kwargs, timeout_seconds)
         except RankError:
             # The other ranks may hang in a collective; the next test gets a fresh world.
-            self._pools.pop(world_size).close(kill=True)
+            self._pools.pop(world_size).close()
             raise
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ def test_every_rank_returns_its_value_and_processes_are_reused(run_ranks):
 
 
 def test_failure_of_one_rank_is_raised_with_its_traceback_and_the_next_call_works(run_ranks):
-    with pytest.raises(RankError, match="rank 1 of 2 raised(.|\n)*rank one says no"):
+    with pytest.raises(RankError, match=r"rank 1 of 2 raised(.|\n)*rank one says no"):
         run_ranks(2, _fail_on_rank_one)
     assert run_ranks(2, _sum_of_ranks, 0.0)[0][1].item() == 1.0
 
