@@ -63,10 +63,11 @@ def load_checkpoint(checkpoint: Path, state: TrainingState) -> int:
     from megatron.core import dist_checkpointing
 
     iteration = read_position(checkpoint)
+    _create_optimizer_state(state.optimizer)
     with platform.host_mode():
         loaded = dist_checkpointing.load(_sharded_state(state, loading=True), str(checkpoint))
         state.model.load_state_dict(loaded["model"])
-        state.optimizer.load_state_dict(loaded["optimizer"])
+        _load_optimizer(state.optimizer, loaded["optimizer"])
         # The run's own settings of the schedule win; only its position is taken over.
         state.scheduler.load_state_dict(loaded["scheduler"])
     if state.average is not None:
@@ -125,6 +126,44 @@ def _sharded_state(state: TrainingState, loading: bool) -> dict[str, Any]:
     if state.average is not None:
         result["average"] = _average_shards(model, state.average)
     return result
+
+
+def _torch_adams(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
+    """Megatron's optimizers that step torch's Adam, and that Adam; apex and TE give none."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            yield part, part.optimizer
+
+
+def _create_optimizer_state(optimizer: Any) -> None:
+    """Give torch's Adam the state a checkpoint is read into; megatron-core leaves out `step`."""
+    for _, adam in _torch_adams(optimizer):
+        for parameter in (p for group in adam.param_groups for p in group["params"]):
+            if not adam.state[parameter]:
+                adam.state[parameter] = {
+                    "step": torch.zeros(()),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
+
+def _load_optimizer(optimizer: Any, loaded: dict[str, Any]) -> None:
+    """Load megatron's optimizer; with torch's Adam around two defects of megatron-core 0.16.
+
+    Its distributed optimizer looks for a `step` among the sharded tensors, where it has not put it,
+    and gives all parameters one `step` tensor, which Adam would then advance once for each.
+    """
+    adams = [(part, adam) for part, adam in _torch_adams(optimizer) if "param_state" in loaded]
+    if not adams:
+        optimizer.load_state_dict(loaded)
+        return
+    [(part, adam)] = adams
+    sharded = loaded.pop("param_state")
+    part.load_state_dict(loaded)
+    steps = {parameter: state.pop("step") for parameter, state in adam.state.items()}
+    part.load_parameter_state_from_fully_reshardable(sharded)
+    for parameter, state in adam.state.items():
+        state["step"] = steps[parameter].clone()
 
 
 def _average_shards(model: dict[str, Any], values: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -24,6 +24,8 @@ _WARNINGS = (
     # megatron-core 0.16 on a host: a CUDA variable, and torch's older names of collectives.
     "When using async grad allreduce",
     "`torch.distributed.(all_gather_into|reduce_scatter)_tensor` is deprecated",
+    # megatron-core's checkpoint reader.
+    "`load_state_dict` is deprecated",
 )
 
 _LOGGERS = ("megatron", "RapidOCR", "rapidocr", "matplotlib", "PIL", "absl", "tensorboard")
