@@ -1,0 +1,121 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""Prompt files and the order in which prompts are used."""
+
+import dataclasses
+import json
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt and what its line in the file says besides the text."""
+
+    id: int
+    """Line index, from 0: two equal lines are two prompts. A second draw of a line within one
+    iteration gets an id of its own (see PromptSampler)."""
+    text: str
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+def load_prompts(path: str | Path) -> list[Prompt]:
+    """Read a .txt (one prompt a line) or .jsonl file ({"prompt": ...}, other keys are metadata).
+
+    Blank lines are skipped. ValueError names the file, and the line where there is one.
+    """
+    path = Path(path)
+    if path.suffix not in (".txt", ".jsonl"):
+        raise ValueError(f"prompt file {path}: must end in .txt or .jsonl")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"prompt file {path}: cannot be read ({error.strerror})") from error
+    prompts = []
+    for index, raw in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n")):
+        where = f"prompt file {path}:{index + 1}"
+        try:
+            line = raw.decode("utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where}: not UTF-8 ({error.reason})") from error
+        if not line:
+            continue
+        text, metadata = (line, {}) if path.suffix == ".txt" else _parse_json_line(line, where)
+        prompts.append(Prompt(index, text, metadata))
+    if not prompts:
+        raise ValueError(f"prompt file {path}: empty; give at least one prompt")
+    return prompts
+
+
+def _parse_json_line(line: str, where: str) -> tuple[str, dict[str, Any]]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+        raise ValueError(f'{where}: must be an object with a text under "prompt"')
+    text = row.pop("prompt").strip()
+    if not text:
+        raise ValueError(f'{where}: "prompt" is empty')
+    return text, row
+
+
+class PromptSampler:
+    """Draws the prompts of an iteration as a function of (seed, iteration) alone.
+
+    Prompts come from a chain of shuffled epochs, cut into iterations wherever epochs end, so
+    that at any moment the numbers of uses differ by at most one. An iteration that reaches over
+    the end of an epoch continues with prompts that it does not hold yet. With fewer prompts than it
+    needs, an iteration holds some more than once: each draw is a group of its own, and draw r of a
+    prompt has the id `prompt.id + r * (largest id + 1)`.
+    """
+
+    def __init__(self, prompts: list[Prompt], prompts_per_iteration: int, seed: int) -> None:
+        if not prompts:
+            raise ValueError("no prompts to draw from")
+        if prompts_per_iteration < 1:
+            raise ValueError(
+                f"grpo.prompts_per_iteration={prompts_per_iteration}: must be at least 1"
+            )
+        self.prompts = prompts
+        self.prompts_per_iteration = prompts_per_iteration
+        self.seed = seed
+        self._stride = max(prompt.id for prompt in prompts) + 1
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def batch(self, iteration: int) -> list[Prompt]:
+        """The prompts of an iteration (from 0), with ids that are unique within it."""
+        first = iteration * self.prompts_per_iteration
+        drawn: list[Prompt] = []
+        uses: Counter[int] = Counter()
+        for position in range(first, first + self.prompts_per_iteration):
+            epoch, offset = divmod(position, len(self.prompts))
+            prompt = self.prompts[self._epoch_order(epoch)[offset]]
+            repeat = uses[prompt.id]
+            uses[prompt.id] += 1
+            drawn.append(dataclasses.replace(prompt, id=prompt.id + repeat * self._stride))
+        return drawn
+
+    def _epoch_order(self, epoch: int) -> list[int]:
+        """Order of an epoch; depends on the one before only where an iteration spans both."""
+        if epoch < self._epoch:
+            self._epoch, self._order = -1, []
+        while self._epoch < epoch:
+            self._epoch += 1
+            self._order = self._next_order(self._epoch, self._order)
+        return self._order
+
+    def _next_order(self, epoch: int, previous: list[int]) -> list[int]:
+        count = len(self.prompts)
+        order = list(range(count))
+        random.Random(f"prompts {self.seed} {epoch}").shuffle(order)
+        # Of the iteration that is under way when the epoch begins: held already, and still to come.
+        held = min(count, epoch * count % self.prompts_per_iteration)
+        needed = self.prompts_per_iteration - held if held else 0
+        tail = set(previous[count - held :]) if held else set()
+        head = [index for index in order if index not in tail][:needed]
+        taken = set(head)
+        return head + [index for index in order if index not in taken]

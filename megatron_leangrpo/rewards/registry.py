@@ -1,0 +1,172 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""Rewards by name, and their weighted sum."""
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_leangrpo.rewards.base import Reward, RewardError, RewardScores
+
+Factory = Callable[[], Reward]
+FailurePolicy = Literal["raise", "drop_group"]
+
+_FACTORIES: dict[str, Factory] = {}
+# Imported on first use; each registers the names it defines.
+_BUILT_IN = ("jpeg", "ocr", "ocr_recognizer", "color_shape")
+
+
+def register_reward(name: str) -> Callable[[Factory], Factory]:
+    """Decorator: make a class or function without required arguments known under a name."""
+
+    def add(factory: Factory) -> Factory:
+        if name in _FACTORIES:
+            raise ValueError(f"reward {name!r} is registered twice")
+        _FACTORIES[name] = factory
+        return factory
+
+    return add
+
+
+def reward_names() -> list[str]:
+    """All registered names, sorted."""
+    for module in _BUILT_IN:
+        importlib.import_module(f"megatron_leangrpo.rewards.{module}")
+    return sorted(_FACTORIES)
+
+
+def make_reward(name: str) -> Reward:
+    """Build one reward; `package.module:factory` imports a reward from outside the package."""
+    if ":" in name:
+        module, _, attribute = name.partition(":")
+        try:
+            return getattr(importlib.import_module(module), attribute)()
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"reward {name!r} cannot be imported: {error}") from error
+    known = reward_names()
+    if name not in _FACTORIES:
+        closest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+        raise ValueError(
+            f"unknown reward {name!r}; did you mean {closest[0]!r}? Known: {', '.join(known)}, "
+            "or package.module:factory"
+        )
+    return _FACTORIES[name]()
+
+
+@dataclass
+class WeightedScores:
+    """The weighted sum, its parts, and the failures that the policy let pass."""
+
+    total: Tensor
+    """[n] float64; NaN where a reward failed under `drop_group`."""
+    parts: dict[str, Tensor]
+    """Unweighted scores [n] float64 of each reward."""
+    correct: Tensor | None
+    """[n] bool: right for every reward that has a verdict; None if none has."""
+    failures: list[RewardError] = field(default_factory=list)
+
+
+class WeightedReward:
+    """A weighted sum of rewards that checks every score."""
+
+    def __init__(
+        self,
+        rewards: Mapping[str, Reward],
+        weights: Mapping[str, float],
+        failure_policy: FailurePolicy = "raise",
+    ) -> None:
+        self.rewards, self.weights = dict(rewards), dict(weights)
+        self.failure_policy = failure_policy
+
+    def validate(self, prompts: Sequence[Any], source: object) -> None:
+        """Raise ValueError with file and line for prompts that a reward could never score."""
+        for reward in self.rewards.values():
+            check = getattr(reward, "validate", None)
+            if check is not None:
+                check(prompts, source)
+
+    def __call__(
+        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+    ) -> WeightedScores:
+        total = torch.zeros(len(images), dtype=torch.float64)
+        result = WeightedScores(total, {}, None)
+        for name, reward in self.rewards.items():
+            scores = self._score(name, reward, images, prompts, metadata, result.failures)
+            result.parts[name] = scores.scores
+            total += self.weights[name] * scores.scores
+            if scores.correct is not None:
+                correct = scores.correct
+                result.correct = correct if result.correct is None else result.correct & correct
+        return result
+
+    def _score(
+        self,
+        name: str,
+        reward: Reward,
+        images: Tensor,
+        prompts: Sequence[str],
+        metadata: Sequence[dict[str, Any]],
+        failures: list[RewardError],
+    ) -> RewardScores:
+        try:
+            return _checked(name, reward(images, prompts, metadata), prompts)
+        except Exception as error:
+            failure = _as_reward_error(name, prompts, error)
+            if self.failure_policy == "raise":
+                raise failure from error
+        if len(images) == 1:
+            failures.append(failure)
+            return RewardScores(torch.full((1,), torch.nan, dtype=torch.float64))
+        # Image by image, so that one failure does not take its neighbours along.
+        singles = [
+            self._score(
+                name, reward, images[i : i + 1], prompts[i : i + 1], metadata[i : i + 1], failures
+            )
+            for i in range(len(images))
+        ]
+        verdicts = [
+            torch.zeros(1, dtype=torch.bool) if s.correct is None else s.correct for s in singles
+        ]
+        has_verdict = any(s.correct is not None for s in singles)
+        return RewardScores(
+            torch.cat([s.scores for s in singles]), torch.cat(verdicts) if has_verdict else None
+        )
+
+
+def _as_reward_error(name: str, prompts: Sequence[str], error: Exception) -> RewardError:
+    if isinstance(error, RewardError):
+        return error
+    shown = prompts[0] if len(prompts) == 1 else f"{prompts[0]} (one of {len(prompts)})"
+    return RewardError(name, shown, f"{type(error).__name__}: {error}")
+
+
+def _checked(name: str, output: RewardScores | Tensor, prompts: Sequence[str]) -> RewardScores:
+    """One finite float64 score per prompt, or RewardError."""
+    if not isinstance(output, RewardScores):
+        output = RewardScores(torch.as_tensor(output))
+    scores = output.scores.detach().to("cpu", torch.float64)
+    if scores.shape != (len(prompts),):
+        found = f"scores of shape {tuple(scores.shape)} for {len(prompts)} images"
+        raise RewardError(name, prompts[0], found)
+    finite = torch.isfinite(scores)
+    if not finite.all():
+        first = int((~finite).nonzero()[0])
+        raise RewardError(name, prompts[first], float(scores[first]))
+    correct = None if output.correct is None else output.correct.to("cpu", torch.bool)
+    return RewardScores(scores, correct)
+
+
+def build_reward(
+    weights: Mapping[str, float], failure_policy: FailurePolicy = "raise"
+) -> WeightedReward:
+    """Build every reward of a `{name: weight}` mapping."""
+    if not weights:
+        raise ValueError(f"rewards: empty; give at least one of {', '.join(reward_names())}")
+    for name, weight in weights.items():
+        if not torch.isfinite(torch.tensor(float(weight))) or weight == 0:
+            raise ValueError(f"rewards.{name}: weight {weight} must be finite and not 0")
+    return WeightedReward({n: make_reward(n) for n in weights}, weights, failure_policy)
