@@ -3,26 +3,29 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import multiprocessing
 import os
 import pickle
-import queue
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 # Longer than any honest test step on a busy machine, shorter than a person's patience.
 DEFAULT_TIMEOUT_SECONDS = 120.0
 
 
 class RankError(AssertionError):
-    """A rank raised; the message carries its traceback."""
+    """A rank raised, died or hung."""
 
 
 def _import_from(name: str, path: str) -> ModuleType:
@@ -35,24 +38,26 @@ def _import_from(name: str, path: str) -> ModuleType:
     return sys.modules[name]
 
 
-def _serve(rank: int, world_size: int, store_path: str, jobs: Any, results: Any) -> None:
-    """Body of one rank: join the gloo world, then run jobs until killed."""
+def _serve(rank: int, world_size: int, store_path: str, jobs: Connection) -> None:
+    """Body of one rank: join the gloo world, then run jobs until killed or left alone."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     store = dist.FileStore(store_path, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    while True:
-        search_path, module_name, module_path, function_name, arguments = jobs.get()
-        sys.path[:] = search_path
-        try:
-            function = getattr(_import_from(module_name, module_path), function_name)
-            args, kwargs = pickle.loads(arguments)
-            # Pickled here, so that tensors travel as bytes and not as open file descriptors.
-            results.put((rank, True, pickle.dumps(function(*args, **kwargs))))
-        except BaseException:
-            results.put((rank, False, traceback.format_exc()))
+    with suppress(EOFError):
+        while True:
+            search_path, module_name, module_path, function_name, arguments = jobs.recv()
+            sys.path[:] = search_path
+            try:
+                function = getattr(_import_from(module_name, module_path), function_name)
+                args, kwargs = pickle.loads(arguments)
+                # Pickled here, so that tensors travel as bytes and not as open file descriptors.
+                result = True, pickle.dumps(function(*args, **kwargs))
+            except BaseException:
+                result = False, traceback.format_exc()
+            jobs.send(result)
 
 
 class RankPool:
@@ -62,27 +67,18 @@ class RankPool:
         self.world_size = world_size
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        self._results = context.Queue()
-        self._jobs = [context.Queue() for _ in range(world_size)]
-        store_path = str(Path(self._folder.name) / "store")
-        threads = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"
-        try:
-            self._processes = [
-                context.Process(
-                    target=_serve,
-                    args=(rank, world_size, store_path, self._jobs[rank], self._results),
-                    daemon=True,
-                )
-                for rank in range(world_size)
-            ]
-            for process in self._processes:
+        store = str(Path(self._folder.name) / "store")
+        self._connections: list[Connection] = []
+        self._processes = []
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                # Not daemons: megatron's checkpoint writer starts processes of its own.
+                process = context.Process(target=_serve, args=(rank, world_size, store, theirs))
                 process.start()
-        finally:
-            if threads is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = threads
+                theirs.close()
+                self._connections.append(ours)
+                self._processes.append(process)
 
     def run(
         self, function: Callable[..., Any], args: tuple, kwargs: dict, timeout_seconds: float
@@ -91,33 +87,31 @@ class RankPool:
         module = sys.modules[function.__module__]
         arguments = pickle.dumps((args, kwargs))
         job = (list(sys.path), module.__name__, module.__file__, function.__name__, arguments)
-        for jobs in self._jobs:
-            jobs.put(job)
+        for connection in self._connections:
+            connection.send(job)
         values: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_seconds
         while len(values) < self.world_size:
-            rank, good, value = self._next_result(deadline, timeout_seconds, values)
-            if not good:
-                raise RankError(f"rank {rank} of {self.world_size} raised:\n{value}")
-            values[rank] = pickle.loads(value)
+            waiting = {c: r for r, c in enumerate(self._connections) if r not in values}
+            ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                ranks = sorted(waiting.values())
+                raise RankError(f"ranks {ranks} gave no result in {timeout_seconds:.0f} s")
+            for connection in ready:
+                rank = waiting[connection]
+                values[rank] = self._receive(rank, connection)
         return [values[rank] for rank in range(self.world_size)]
 
-    def _next_result(
-        self, deadline: float, timeout_seconds: float, values: dict[int, Any]
-    ) -> tuple[int, bool, Any]:
-        while True:
-            try:
-                return self._results.get(timeout=1)
-            except queue.Empty:
-                missing = sorted(set(range(self.world_size)) - set(values))
-                dead = [rank for rank in missing if not self._processes[rank].is_alive()]
-                if dead:
-                    code = self._processes[dead[0]].exitcode
-                    raise RankError(f"rank {dead[0]} died with exit code {code}") from None
-                if time.monotonic() > deadline:
-                    raise RankError(
-                        f"ranks {missing} gave no result in {timeout_seconds:.0f} s"
-                    ) from None
+    def _receive(self, rank: int, connection: Connection) -> Any:
+        try:
+            good, value = connection.recv()
+        except EOFError:
+            self._processes[rank].join()
+            code = self._processes[rank].exitcode
+            raise RankError(f"rank {rank} died with exit code {code}") from None
+        if not good:
+            raise RankError(f"rank {rank} of {self.world_size} raised:\n{value}")
+        return pickle.loads(value)
 
     def close(self) -> None:
         """Stop the ranks at once: after a failure they may wait in a collective for ever."""
@@ -133,6 +127,7 @@ class RankLauncher:
 
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
+        atexit.register(self.close)
 
     def __call__(
         self,
@@ -142,16 +137,16 @@ class RankLauncher:
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         **kwargs: Any,
     ) -> list[Any]:
-        pool = self._pools.get(world_size) or RankPool(world_size)
-        self._pools[world_size] = pool
+        if world_size not in self._pools:
+            self._pools[world_size] = RankPool(world_size)
         try:
-            return pool.run(function, args, kwargs, timeout_seconds)
-        except RankError:
+            return self._pools[world_size].run(function, args, kwargs, timeout_seconds)
+        except BaseException:
             # The other ranks may hang in a collective; the next test gets a fresh world.
             self._pools.pop(world_size).close()
             raise
 
     def close(self) -> None:
-        for pool in self._pools.values():
-            pool.close()
-        self._pools.clear()
+        """Stop all ranks."""
+        while self._pools:
+            self._pools.popitem()[1].close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from megatron_leangrpo.models.common.rotary import rotate
 
@@ -73,8 +74,23 @@ class _NormaliseAndRotate(torch.autograd.Function):
         return qk_grad.to(qk.dtype), weight_grad, None
 
 
-def attend(qk: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Full attention without a mask, to `[s, b, heads * head_dim]`."""
+class CoreAttention(torch.nn.Module):
+    """Full attention without a mask, to `[s, b, heads * head_dim]`.
+
+    With `recompute` (megatron's selective recomputation) the graph keeps its inputs alone.
+    """
+
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.recompute = recompute
+
+    def forward(self, qk: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(_attend, qk, v, use_reentrant=False, preserve_rng_state=False)
+        return _attend(qk, v)
+
+
+def _attend(qk: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     q, k = qk.unbind(dim=-2)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3).flatten(2)

@@ -6,14 +6,13 @@ import math
 import torch
 import torch.nn.functional as F
 
-SINUSOID_WIDTH = 256
 MAX_PERIOD = 10000.0
 
 
-def sinusoid(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`[b]` to `[b, 256]`, cosines first, computed in float32 or wider and rounded to `dtype`."""
+def sinusoid(values: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """`[b]` to `[b, width]`, cosines first, computed in float32 or wider and rounded to `dtype`."""
     wide = torch.promote_types(values.dtype, torch.float32)
-    half = SINUSOID_WIDTH // 2
+    half = width // 2
     exponents = torch.arange(half, dtype=wide, device=values.device) * (
         -math.log(MAX_PERIOD) / half
     )

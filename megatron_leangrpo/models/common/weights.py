@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,8 +69,8 @@ def load_full_tensors(
 ) -> None:
     """Fill `model` from full tensors under diffusers' names, reading each tensor once.
 
-    Raises ValueError for missing, unknown or misshapen tensors before anything is overwritten by
-    that tensor; the first two are found before any weight changes.
+    Raises ValueError for missing or unknown tensors before any weight changes, and for a misshapen
+    one when it is read.
     """
     parameters = _checked_parameters(model, rules)
     shapes = full_shapes(model, rules)
@@ -81,7 +82,7 @@ def load_full_tensors(
             for name, tensor in zip(rule.theirs, theirs):
                 if tensor.shape != shapes[name]:
                     raise ValueError(
-                        f"tensor {name} has shape {tuple(tensor.shape)}; this model needs "
+                        f"model.base: tensor {name} has shape {tuple(tensor.shape)}; needed is "
                         f"{tuple(shapes[name])}"
                     )
             for name, full in zip(rule.ours, rule.to_ours(theirs)):
@@ -159,6 +160,27 @@ def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
     return torch.zeros_like(parameter) if gradient is None else gradient.detach()
 
 
+def sharded_parameters(model: torch.nn.Module, prefix: str = "") -> dict[str, Any]:
+    """The parameters for megatron's distributed checkpoints, which load at any parallel size.
+
+    megatron's own walk over the modules takes whatever is in a ModuleList for replicated.
+    """
+    from megatron.core.utils import (
+        make_sharded_tensor_for_checkpoint,
+        make_tp_sharded_tensor_for_checkpoint,
+    )
+
+    groups = {"tp_group": platform.tp_group(), "dp_cp_group": platform.dp_group()}
+    sharded = {}
+    for name, parameter in model.named_parameters():
+        key, dim = f"{prefix}{name}", shard_dim(parameter)
+        if dim is None:
+            sharded[key] = make_sharded_tensor_for_checkpoint(parameter, key, **groups)
+        else:
+            sharded[key] = make_tp_sharded_tensor_for_checkpoint(parameter, key, dim, **groups)
+    return sharded
+
+
 def _checked_parameters(
     model: torch.nn.Module, rules: Sequence[Rule]
 ) -> dict[str, torch.nn.Parameter]:
@@ -175,7 +197,9 @@ def _refuse(what: str, names: list[str]) -> None:
         shown = ", ".join(names[:_SHOWN_NAMES])
         more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
         tensors = "tensor" if len(names) == 1 else "tensors"
-        raise ValueError(f"the weight file {what} {len(names)} {tensors}: {shown}{more}")
+        raise ValueError(
+            f"model.base: the weight file {what} {len(names)} {tensors}: {shown}{more}"
+        )
 
 
 def shard_dim(parameter: torch.nn.Parameter) -> int | None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 RECOMPUTE_GRANULARITIES = ("none", "selective", "full")
 MLP_RATIO = 4
+SINUSOID_WIDTH = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,31 @@ class FluxConfig:
     def ffn_hidden_size(self) -> int:
         """Width inside the MLPs."""
         return MLP_RATIO * self.hidden_size
+
+    @property
+    def parameters_per_rank(self) -> int:
+        """Number of parameters that one tensor-parallel rank holds."""
+        hidden, ffn, tp = self.hidden_size, self.ffn_hidden_size, self.tensor_model_parallel_size
+
+        def column(rows: int) -> int:
+            return rows * (hidden + 1) // tp
+
+        def row(columns: int) -> int:
+            return columns * hidden // tp
+
+        def embedder(width: int) -> int:
+            return hidden * (width + 1) + hidden * (hidden + 1)
+
+        stream = column(6 * hidden + 3 * hidden + ffn) + row(hidden + ffn)
+        double = 2 * (stream + 2 * self.head_dim + 2 * hidden)
+        single = column(3 * hidden + 3 * hidden + ffn) + row(hidden + ffn)
+        single += 2 * self.head_dim + hidden
+        inputs = hidden * (self.in_channels + 1) + hidden * (self.joint_attention_dim + 1)
+        inputs += embedder(SINUSOID_WIDTH) * (2 if self.guidance_embeds else 1)
+        inputs += embedder(self.pooled_projection_dim)
+        outputs = column(2 * hidden) + (hidden + 1) * self.out_channels
+        blocks = self.num_double_blocks * double + self.num_single_blocks * single
+        return inputs + blocks + outputs
 
     def transformer_config(self) -> TransformerConfig:
         """What megatron-core's layers, data-parallel wrapper and optimizer want to know."""

@@ -9,28 +9,30 @@ projection that enters a block gathers them, every one that leaves it scatters t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.utils.checkpoint import checkpoint
 
 from megatron_leangrpo import platform
 from megatron_leangrpo.models.common.attention import (
+    CoreAttention,
     HeadNorm,
-    attend,
     normalise_and_rotate,
     split_qkv,
 )
-from megatron_leangrpo.models.common.embeddings import SINUSOID_WIDTH, MLPEmbedder, sinusoid
+from megatron_leangrpo.models.common.embeddings import MLPEmbedder, sinusoid
 from megatron_leangrpo.models.common.linear import (
     ColumnParallelLinear,
     JoinedRowParallelLinear,
     RowParallelLinear,
 )
 from megatron_leangrpo.models.common.modulation import Modulation, gated_residual, modulated_norm
-from megatron_leangrpo.models.flux.config import FluxConfig
+from megatron_leangrpo.models.common.weights import sharded_parameters
+from megatron_leangrpo.models.flux.config import SINUSOID_WIDTH, FluxConfig
 from megatron_leangrpo.models.flux.positions import Positions
 from megatron_leangrpo.parallel.mappings import enter_tensor_parallel, gather_tokens, scatter_tokens
 from megatron_leangrpo.parallel.tokens import TokenLayout, pad_tokens
@@ -89,16 +91,30 @@ class FluxTransformer(MegatronModule):
         txt = scatter_padded(txt, layout.text_per_partition, layout.shards, self.tp_group)
 
         for block in self.double_blocks:
-            img, txt = block(img, txt, vec, positions)
+            img, txt = self.run_block(block, img, txt, vec, positions)
         tokens = torch.cat((txt, img))
         for block in self.single_blocks:
-            tokens = block(tokens, vec, positions)
+            tokens = self.run_block(block, tokens, vec, positions)
         img = tokens[txt.shape[0] :]
 
         velocity = self.final_layer(img, vec)
         if layout.shards > 1:
             velocity = gather_tokens(velocity, self.tp_group)[: layout.image]
         return velocity.transpose(0, 1).contiguous()
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The weights as megatron's `dist_checkpointing` wants them."""
+        assert not sharded_offsets
+        return sharded_parameters(self, prefix)
+
+    def run_block(self, block: torch.nn.Module, *inputs: object) -> Any:
+        """A block's output; under full recomputation the graph keeps the block's inputs alone."""
+        if self.flux_config.recompute_granularity == "full" and torch.is_grad_enabled():
+            # There is no dropout, so there is no random state to restore.
+            return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return block(*inputs)
 
     @property
     def sequence_shards(self) -> int:
@@ -111,10 +127,11 @@ class FluxTransformer(MegatronModule):
         """The conditioning vector `[b, h]`, with the SiLU that every modulation starts with."""
         dtype = self.flux_config.params_dtype
         # diffusers rounds to the model's dtype before it multiplies; in bfloat16 3.5 becomes 3504.
-        vec = self.time_in(sinusoid(timestep.to(dtype) * 1000, dtype))
+        vec = self.time_in(sinusoid(timestep.to(dtype) * 1000, SINUSOID_WIDTH, dtype))
         if self.flux_config.guidance_embeds:
             assert conditioning.guidance is not None, "this model takes a guidance scale"
-            vec = vec + self.guidance_in(sinusoid(conditioning.guidance.to(dtype) * 1000, dtype))
+            guidance = conditioning.guidance.to(dtype) * 1000
+            vec = vec + self.guidance_in(sinusoid(guidance, SINUSOID_WIDTH, dtype))
         return F.silu(vec + self.vector_in(conditioning.pooled.to(dtype)))
 
 
@@ -132,7 +149,7 @@ class DoubleStreamBlock(MegatronModule):
         super().__init__(config)
         self.img_mod = Modulation(config, chunks=6)
         self.txt_mod = Modulation(config, chunks=6)
-        self.attn = JointAttention(config, flux_config.head_dim)
+        self.attn = JointAttention(config, flux_config)
         self.img_mlp = MLP(config)
         self.txt_mlp = MLP(config)
 
@@ -161,9 +178,10 @@ class DoubleStreamBlock(MegatronModule):
 class JointAttention(MegatronModule):
     """Attention over text and image tokens, each stream with projections and norms of its own."""
 
-    def __init__(self, config: TransformerConfig, head_dim: int) -> None:
+    def __init__(self, config: TransformerConfig, flux_config: FluxConfig) -> None:
         super().__init__(config)
-        self.head_dim = head_dim
+        self.head_dim = head_dim = flux_config.head_dim
+        self.core_attention = CoreAttention(flux_config.recompute_granularity == "selective")
         hidden, dtype = config.hidden_size, config.params_dtype
         self.linear_qkv = ColumnParallelLinear(hidden, 3 * hidden, config)
         self.added_linear_qkv = ColumnParallelLinear(hidden, 3 * hidden, config)
@@ -185,7 +203,7 @@ class JointAttention(MegatronModule):
         # Text is all at the origin, which rotates nothing.
         txt_qk = normalise_and_rotate(txt_qk, self.added_q_layernorm, self.added_k_layernorm, None)
 
-        out = attend(torch.cat((txt_qk, img_qk)), torch.cat((txt_v, img_v)))
+        out = self.core_attention(torch.cat((txt_qk, img_qk)), torch.cat((txt_v, img_v)))
         txt, img = out.split((layout.text, layout.image))
         img = pad_tokens(img, layout.image_per_partition * layout.shards)
         txt = pad_tokens(txt, layout.text_per_partition * layout.shards)
@@ -217,6 +235,7 @@ class SingleStreamBlock(MegatronModule):
         self.linear_fc1 = ColumnParallelLinear(hidden, ffn, config, **shared_input)
         self.q_layernorm = HeadNorm(self.head_dim, dtype)
         self.k_layernorm = HeadNorm(self.head_dim, dtype)
+        self.core_attention = CoreAttention(flux_config.recompute_granularity == "selective")
         self.linear_out = JoinedRowParallelLinear(hidden, ffn, hidden, config)
 
     def forward(
@@ -229,7 +248,7 @@ class SingleStreamBlock(MegatronModule):
         qkv = positions.drop_pads(self.linear_qkv(x))
         qk, v = split_qkv(qkv, self.head_dim)
         qk = normalise_and_rotate(qk, self.q_layernorm, self.k_layernorm, positions.joined)
-        attn = attend(qk, v)
+        attn = self.core_attention(qk, v)
         mlp = F.gelu(self.linear_fc1(x), approximate="tanh")
 
         return gated_residual(tokens, gate, self.linear_out(positions.restore_pads(attn), mlp))
