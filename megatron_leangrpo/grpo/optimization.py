@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.graph import increment_version
 
 from megatron_leangrpo import platform
 from megatron_leangrpo.config import OptimizerConfig
@@ -47,6 +48,7 @@ def reduce_gradients(model: torch.nn.Module, whole: bool = False) -> None:
 class Optimization:
     """The optimizer and its schedule, counted in updates."""
 
+    model: torch.nn.Module
     optimizer: object
     scheduler: object
     config: OptimizerConfig
@@ -73,18 +75,29 @@ class Optimization:
                 )
             self.scheduler.step(1)
             self.optimizer.step()
+        # megatron writes bfloat16 weights and gathered shards behind autograd's back; with this a
+        # graph kept from before the update raises instead of mixing old activations with new weights.
+        increment_version(list(self.model.parameters()))
         return grad_norm, float(self.optimizer.param_groups[0]["lr"])
 
 
 def build_optimization(
     model: torch.nn.Module, config: OptimizerConfig, total_updates: int
 ) -> Optimization:
-    """Build AdamW (sharded over data-parallel ranks on request) and its learning-rate schedule."""
+    """Build AdamW (sharded over data-parallel ranks on request) and its learning-rate schedule.
+
+    ValueError for float64 weights.
+    """
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     dtype = next(model.parameters()).dtype
+    if dtype == torch.float64:
+        raise ValueError(
+            "model.dtype = float64: megatron's optimizer has no float64; valid for training: float32, "
+            "bfloat16 (leangrpo compare takes float64)"
+        )
     settings = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -115,4 +128,4 @@ def build_optimization(
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
-    return Optimization(optimizer, scheduler, config)
+    return Optimization(model, optimizer, scheduler, config)
