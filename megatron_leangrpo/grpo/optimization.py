@@ -1,5 +1,5 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""Megatron's data-parallel wrapper, optimizer and learning-rate schedule, and one update with them."""
+"""Megatron's data-parallel wrapper, optimizer, learning-rate schedule, and an update with them."""
 
 import math
 from dataclasses import dataclass
@@ -75,8 +75,8 @@ class Optimization:
                 )
             self.scheduler.step(1)
             self.optimizer.step()
-        # megatron writes bfloat16 weights and gathered shards behind autograd's back; with this a
-        # graph kept from before the update raises instead of mixing old activations with new weights.
+        # megatron writes bfloat16 weights and gathered shards behind autograd's back. With this, a
+        # graph kept from before the update raises instead of mixing it with the new weights.
         increment_version(list(self.model.parameters()))
         return grad_norm, float(self.optimizer.param_groups[0]["lr"])
 
@@ -95,8 +95,8 @@ def build_optimization(
     dtype = next(model.parameters()).dtype
     if dtype == torch.float64:
         raise ValueError(
-            "model.dtype = float64: megatron's optimizer has no float64; valid for training: float32, "
-            "bfloat16 (leangrpo compare takes float64)"
+            "model.dtype = float64: megatron's optimizer has no float64; valid for training: "
+            "float32, bfloat16 (leangrpo compare takes float64)"
         )
     settings = MegatronOptimizerConfig(
         optimizer="adam",
