@@ -51,7 +51,7 @@ def initialize_distributed(
     timeout = timedelta(seconds=timeout_seconds)
     if not is_host():
         torch.cuda.set_device(device())
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    world = dist.get_world_size() if dist.is_initialized() else _launched_processes()
     check_tensor_model_parallel_size(tensor_model_parallel_size, world)
     if not dist.is_initialized():
         _start_world(timeout)
@@ -76,9 +76,14 @@ def check_tensor_model_parallel_size(size: int, world: int) -> None:
         )
 
 
+def _launched_processes() -> int:
+    """The number of processes torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
 def _start_world(timeout: timedelta) -> None:
     backend = "gloo" if is_host() else "nccl"
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
         return
     # An in-memory store needs no port, so two runs on one machine cannot meet.
