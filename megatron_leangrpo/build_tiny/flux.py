@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def _phase(title: str, steps: int) -> Iterator[Callable[[float], None]]:
         yield lambda loss: progress.update(bar, advance=1, loss=loss)
 
 
-def build_flux(
+def build_tiny_flux(
     output: str | Path,
     task: str = "digits",
     seed: int = 0,
@@ -63,8 +64,6 @@ def build_flux(
 
     The folder must not exist or be empty, so that no file of an older model stays in it.
     """
-    from diffusers.utils import logging as diffusers_logging
-
     from megatron_leangrpo.build_tiny import text, transformer, vae
 
     if task not in TASKS:
@@ -72,7 +71,6 @@ def build_flux(
     output = Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"--output {output}: exists and is not empty; give a new folder")
-    diffusers_logging.disable_progress_bar()
     tiny = TASKS[task]()
     vae_steps = tiny.vae_steps if vae_steps is None else vae_steps
     flux_steps = tiny.flux_steps if flux_steps is None else flux_steps
@@ -138,9 +136,22 @@ def _make_corpus(pipeline: Any, task: TinyTask, size: int, seed: int) -> Any:
 
 
 def _save(pipeline: Any, task: TinyTask, output: Path) -> None:
-    pipeline.to(dtype=torch.bfloat16).save_pretrained(output)
-    rows = [{"prompt": p, **m} for p, m in zip(task.prompts, task.metadata, strict=True)]
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (output / "prompts.jsonl").write_text(lines, encoding="utf-8")
-    readme = README.format(task=task.name, prompt=task.prompts[-1])
-    (output / "README.md").write_text(readme, encoding="utf-8")
+    """Write beside the output and rename, so that the folder is there whole or not at all."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as scratch:
+        folder = Path(scratch) / output.name
+        _cast(pipeline, torch.bfloat16).save_pretrained(folder)
+        rows = [{"prompt": p, **m} for p, m in zip(task.prompts, task.metadata, strict=True)]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / "prompts.jsonl").write_text(lines, encoding="utf-8")
+        readme = README.format(task=task.name, prompt=task.prompts[-1])
+        (folder / "README.md").write_text(readme, encoding="utf-8")
+        folder.rename(output)
+
+
+def _cast(pipeline: Any, dtype: torch.dtype) -> Any:
+    """Cast the parts one by one; `pipeline.to` warns about modules that are not there."""
+    for part in pipeline.components.values():
+        if isinstance(part, torch.nn.Module):
+            torch.nn.Module.to(part, dtype)
+    return pipeline

@@ -67,7 +67,7 @@ def digit_task() -> TinyTask:
     """Flow-GRPO's text rendering task in small."""
     prompts = [f"the number {digit}" for digit in range(10)]
     metadata = [{"target": str(digit)} for digit in range(10)]
-    return TinyTask("digits", prompts, metadata, draw_digit, vae_steps=300, flux_steps=220)
+    return TinyTask("digits", prompts, metadata, draw_digit, vae_steps=300, flux_steps=250)
 
 
 def shape_task() -> TinyTask:

@@ -83,8 +83,8 @@ class PromptSampler:
         self.prompts_per_iteration = prompts_per_iteration
         self.seed = seed
         self._stride = max(prompt.id for prompt in prompts) + 1
-        self._epoch = -1
-        self._order: list[int] = []
+        self._orders: list[list[int]] = []
+        self._first_kept_epoch = 0
 
     def batch(self, iteration: int) -> list[Prompt]:
         """The prompts of an iteration (from 0), with ids that are unique within it."""
@@ -100,22 +100,29 @@ class PromptSampler:
         return drawn
 
     def _epoch_order(self, epoch: int) -> list[int]:
-        """Order of an epoch; depends on the one before only where an iteration spans both."""
-        if epoch < self._epoch:
-            self._epoch, self._order = -1, []
-        while self._epoch < epoch:
-            self._epoch += 1
-            self._order = self._next_order(self._epoch, self._order)
-        return self._order
+        """Order of an epoch: it depends on those before, of which only the recent ones are kept."""
+        if epoch < self._first_kept_epoch:
+            self._orders, self._first_kept_epoch = [], 0
+        while epoch >= self._first_kept_epoch + len(self._orders):
+            self._orders.append(self._next_order(self._first_kept_epoch + len(self._orders)))
+            if len(self._orders) > self.prompts_per_iteration // len(self.prompts) + 2:
+                del self._orders[0]
+                self._first_kept_epoch += 1
+        return self._orders[epoch - self._first_kept_epoch]
 
-    def _next_order(self, epoch: int, previous: list[int]) -> list[int]:
+    def _next_order(self, epoch: int) -> list[int]:
         count = len(self.prompts)
         order = list(range(count))
         random.Random(f"prompts {self.seed} {epoch}").shuffle(order)
-        # Of the iteration that is under way when the epoch begins: held already, and still to come.
-        held = min(count, epoch * count % self.prompts_per_iteration)
-        needed = self.prompts_per_iteration - held if held else 0
-        tail = set(previous[count - held :]) if held else set()
-        head = [index for index in order if index not in tail][:needed]
+        # The iteration under way when the epoch begins holds whole epochs and, before them, the end
+        # of one. What it still needs comes first from the prompts outside that end.
+        begin = epoch * count
+        iteration_begin = begin // self.prompts_per_iteration * self.prompts_per_iteration
+        first_epoch, offset = divmod(iteration_begin, count)
+        if iteration_begin == begin or offset == 0:
+            return order
+        end = set(self._orders[first_epoch - self._first_kept_epoch][offset:])
+        needed = iteration_begin + self.prompts_per_iteration - begin
+        head = [index for index in order if index not in end][:needed]
         taken = set(head)
         return head + [index for index in order if index not in taken]

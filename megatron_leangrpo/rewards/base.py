@@ -15,7 +15,7 @@ class RewardScores:
     scores: Tensor
     """[n], higher is better."""
     correct: Tensor | None = None
-    """[n] bool: the verdict a person would understand ("read correctly")."""
+    """[n] bool"""
 
 
 @runtime_checkable
@@ -23,7 +23,8 @@ class Reward(Protocol):
     """Scores a batch of images; a plain tensor [n] may be returned instead of RewardScores.
 
     A reward may also have `validate(prompts, source)`, called before the first rollout, which
-    raises ValueError for prompts that it could never score.
+    raises ValueError for prompts that it could never score, and a text `verdict` that says what a
+    correct image is ("read correctly").
     """
 
     def __call__(

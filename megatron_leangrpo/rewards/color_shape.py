@@ -82,6 +82,8 @@ def shape_templates() -> Tensor:
 class ColorShapeReward:
     """P(right colour) x P(right shape) x presence, in [0, 1]."""
 
+    verdict = "of the right colour and shape"
+
     def __init__(self) -> None:
         self._templates = shape_templates()
         self._palette = torch.tensor(list(COLORS.values()))

@@ -41,6 +41,8 @@ def find_bad_targets(prompts: Sequence[Any]) -> list[tuple[int, str]]:
 class OcrReward:
     """Flow-GRPO's text-rendering reward; about 0.26 s for a 512 x 512 image on one core."""
 
+    verdict = "read correctly"
+
     def __init__(self) -> None:
         require_ocr("ocr")
         from rapidocr import RapidOCR
