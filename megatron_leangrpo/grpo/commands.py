@@ -5,7 +5,6 @@ import dataclasses
 import importlib.util
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron_leangrpo import platform
 from megatron_leangrpo.config import RunConfig
@@ -161,8 +160,9 @@ def _run_directory(config: RunConfig) -> RunDirectory:
             if config.checkpoint.resume
             else RunDirectory.create(config.output, config.recipe)
         )
-    name = directory.path.resolve() if directory else Path()
-    return directory or RunDirectory(_broadcast_text(str(name), dist))
+    # Every rank takes part in the broadcast, the one that knows the answer too.
+    path = _broadcast_text(str(directory.path.resolve()) if directory else "", dist)
+    return directory or RunDirectory(path)
 
 
 def _broadcast_text(text: str, dist) -> str:
