@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import megatron_leangrpo
 from megatron_leangrpo.build_tiny import text
@@ -23,7 +24,7 @@ def folder(tmp_path_factory):
 def test_built_folder_is_a_flux_pipeline_that_draws(folder):
     from diffusers import FluxPipeline
 
-    pipeline = FluxPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    pipeline = FluxPipeline.from_pretrained(folder, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     images = pipeline(
         "the number 7",
@@ -66,7 +67,8 @@ def test_embedded_base_is_complete_small_and_of_the_right_shape(task):
     assert sum(path.stat().st_size for path in files) < 3.2e6
     model = FluxTransformer2DModel.from_pretrained(base / "transformer")
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(0.86e6, rel=0.01)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    for weights in base.glob("*/*.safetensors"):
+        assert {t.dtype for t in load_file(weights).values()} == {torch.bfloat16}
     config = model.config
     assert (config.num_attention_heads, config.attention_head_dim) == (4, 24)
     assert tuple(config.axes_dims_rope) == (8, 8, 8) and config.guidance_embeds

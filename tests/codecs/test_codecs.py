@@ -27,7 +27,7 @@ def pipeline(base_folder):
     from diffusers import FluxPipeline
 
     return FluxPipeline.from_pretrained(
-        base_folder, text_encoder=None, text_encoder_2=None, torch_dtype=torch.float32
+        base_folder, text_encoder=None, text_encoder_2=None, dtype=torch.float32
     )
 
 
