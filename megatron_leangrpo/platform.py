@@ -56,7 +56,7 @@ def initialize_distributed(
     if not dist.is_initialized():
         _start_world(timeout)
     if parallel_state.is_initialized():
-        parallel_state.destroy_model_parallel()
+        _leave_megatron_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_model_parallel_size,
         distributed_timeout_minutes=timeout_seconds / 60,
@@ -90,13 +90,23 @@ def _start_world(timeout: timedelta) -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
+def _leave_megatron_groups() -> None:
+    """megatron only forgets its groups; each of them keeps three gloo threads that never rest."""
+    from megatron.core import parallel_state
+
+    groups = parallel_state._global_process_group_list or ()
+    parallel_state.destroy_model_parallel()
+    for group in groups:
+        # The list also has None for the world, and groups that this rank is not a member of.
+        if group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
+
+
 def destroy_distributed() -> None:
     """Leave megatron's groups and torch.distributed; safe to call when nothing was started."""
     if not dist.is_initialized():
         return
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
+    _leave_megatron_groups()
     dist.destroy_process_group()
 
 

@@ -22,7 +22,8 @@ def run_ranks() -> Iterator[RankLauncher]:
     top level of a test module; its arguments and its results must pickle (tensors are fine).
     The ranks are processes started once per world size and reused, one thread each, already joined
     in a gloo world: call `platform.initialize_distributed(tensor_model_parallel_size)` first, as
-    often as you like and with any size, and never `destroy_distributed()`.
+    often as you like and with any size, and never `destroy_distributed()`. One rank alone runs in
+    the test's own process.
     A rank that raises fails the test with its traceback; a hang ends after `timeout_seconds`
     (a keyword, 120 by default). After a failure the next call gets fresh processes.
     """

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -64,6 +65,18 @@ def test_layout_can_change_in_a_running_world_and_neighbours_share_a_model(run_r
     ranks = run_ranks(4, _groups, [1, 2, 4])
     assert ranks[0] == [(1, 0, 0, 1), (2, 0, 0, 11), (4, 0, 0, 1111)]
     assert ranks[3] == [(1, 0, 3, 1000), (2, 1, 1, 1100), (4, 3, 0, 1111)]
+
+
+def _threads_after(layouts: int) -> int:
+    for n in range(layouts):
+        platform.initialize_distributed(1 + n % 2)
+    return len(psutil.Process().threads())
+
+
+def test_changing_the_layout_leaves_no_threads_behind(run_ranks):
+    few, many = run_ranks(2, _threads_after, 2), run_ranks(2, _threads_after, 6)
+    # The two layouts differ in groups; a leak would add about sixty threads for each change.
+    assert all(abs(b - a) < 30 for a, b in zip(few, many))
 
 
 def _wait_alone() -> float:

@@ -20,6 +20,8 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import psutil
+
 # Longer than any honest test step on a busy machine, shorter than a person's patience.
 DEFAULT_TIMEOUT_SECONDS = 120.0
 
@@ -114,8 +116,11 @@ class RankPool:
         return pickle.loads(value)
 
     def close(self) -> None:
-        """Stop the ranks at once: after a failure they may wait in a collective for ever."""
+        """Stop the ranks, and what they started, at once: they may hang in a collective."""
         for process in self._processes:
+            with suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
             process.kill()
         for process in self._processes:
             process.join()
@@ -137,6 +142,8 @@ class RankLauncher:
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         **kwargs: Any,
     ) -> list[Any]:
+        if world_size == 1:
+            return [self._run_here(function, args, kwargs)]
         if world_size not in self._pools:
             self._pools[world_size] = RankPool(world_size)
         try:
@@ -145,6 +152,16 @@ class RankLauncher:
             # The other ranks may hang in a collective; the next test gets a fresh world.
             self._pools.pop(world_size).close()
             raise
+
+    @staticmethod
+    def _run_here(function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """One rank needs no process of its own, only the state of none before and after."""
+        from megatron_leangrpo import platform
+
+        try:
+            return function(*args, **kwargs)
+        finally:
+            platform.destroy_distributed()
 
     def close(self) -> None:
         """Stop all ranks."""
