@@ -4,6 +4,7 @@
 import copy
 
 import torch
+import torch.distributed as dist
 
 from megatron_leangrpo.grpo.policy import Policy
 
@@ -13,5 +14,8 @@ def frozen_copy(policy: Policy) -> Policy:
 
     Take it before the model is wrapped for data parallelism, so that it owns no gradient buffers.
     """
-    model: torch.nn.Module = copy.deepcopy(policy.model)
+    # Process groups cannot be copied, and the copy is to work in the same ones.
+    attributes = (value for module in policy.model.modules() for value in vars(module).values())
+    shared = {id(value): value for value in attributes if isinstance(value, dist.ProcessGroup)}
+    model: torch.nn.Module = copy.deepcopy(policy.model, shared)
     return Policy(model.requires_grad_(False).eval(), policy.grid, policy.dtype)
