@@ -26,11 +26,13 @@ def wrap_data_parallel(model: torch.nn.Module, use_distributed_optimizer: bool) 
     return DistributedDataParallel(model.config, config, model)
 
 
-def zero_gradients(model: torch.nn.Module, optimizer=None) -> None:
+def zero_gradients(model: torch.nn.Module) -> None:
     """Empty the gradient buffers before a window."""
     model.zero_grad_buffer()
-    if optimizer is not None:
-        optimizer.zero_grad()
+    # Without the distributed optimizer, megatron's step leaves the buffer in `grad`; the next
+    # backward would accumulate there and the wrapper add it to the buffer once more.
+    for parameter in model.parameters():
+        parameter.grad = None
 
 
 def reduce_gradients(model: torch.nn.Module, whole: bool = False) -> None:
