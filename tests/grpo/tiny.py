@@ -1,0 +1,164 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""What the tests of whole iterations share: the smallest FLUX, smooth rewards, and their runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_leangrpo import platform
+from megatron_leangrpo.config import OptimizerConfig, RunConfig
+from megatron_leangrpo.grpo.experiment import Experiment, build_experiment
+from megatron_leangrpo.grpo.optimization import build_optimization
+from megatron_leangrpo.models.flux.config import PRESETS, FluxConfig, flux_tiny
+from megatron_leangrpo.models.flux.weight_map import (
+    export_diffusers_gradients,
+    export_diffusers_state_dict,
+)
+
+Tensors = dict[str, torch.Tensor]
+
+PRESET = "flux_smallest"
+SMOOTH = "tests.grpo.tiny:SmoothReward"
+CENTRE = "tests.grpo.tiny:CentreReward"
+
+
+def flux_smallest(**overrides: Any) -> FluxConfig:
+    """One block of each kind, four heads of eight: milliseconds a forward."""
+    small = {"num_single_blocks": 1, "hidden_size": 32, "axes_dims_rope": (2, 2, 4)}
+    return flux_tiny(
+        **{**small, "joint_attention_dim": 16, "pooled_projection_dim": 16, **overrides}
+    )
+
+
+PRESETS[PRESET] = flux_smallest
+
+
+class SmoothReward:
+    """A smooth functional of the picture: an ulp in the latents is an ulp in the reward.
+
+    A JPEG's size would not do where layouts are compared: it jumps when one pixel rounds up.
+    """
+
+    def __call__(
+        self, images: torch.Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> torch.Tensor:
+        flat = images.double().flatten(1)
+        waves = torch.cos(torch.arange(flat.shape[1], dtype=torch.float64) * math.sqrt(2))
+        return (flat * waves).mean(dim=1) + (flat - 0.5).square().mean(dim=1)
+
+
+class CentreReward:
+    """How bright the upper left of a picture is, on another scale than `SmoothReward`."""
+
+    def __call__(
+        self, images: torch.Tensor, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> torch.Tensor:
+        return 20 + images[..., :24, :24].double().flatten(1).mean(dim=1)
+
+
+_SECTIONS: dict[str, dict[str, Any]] = {
+    "model": {"preset": PRESET, "max_text_tokens": 5},
+    "sampling": {
+        "height": 64,
+        "width": 64,
+        "num_steps": 4,
+        "sigma_schedule": "static_shift",
+        "shift": 3.0,
+        "noise_level": 0.7,
+    },
+    "grpo": {"iterations": 4, "prompts_per_iteration": 2, "group_size": 4, "micro_batch_size": 4},
+    "reward": {"weights": {SMOOTH: 1.0}},
+    "optimizer": {"lr": 1e-3},
+    "evaluation": {"interval": 0, "num_steps": 2, "samples_per_prompt": 1, "grid_images": 4},
+    "checkpoint": {"interval": -1},
+}
+
+
+def write_prompts(folder: Path, count: int = 3) -> str:
+    """Write a prompt file and return its path."""
+    path = folder / "prompts.txt"
+    path.write_text("".join(f"the number {n}\n" for n in range(count)), encoding="utf-8")
+    return str(path)
+
+
+def tiny_config(prompts: str, **sections: Any) -> RunConfig:
+    """A run of 16 image tokens; `sections` override fields, e.g. `grpo={"group_size": 2}`.
+
+    A section's value may also be a plain field of the run (`seed=3`).
+    """
+    config = RunConfig(
+        recipe="tiny", prompts=dataclasses.replace(RunConfig().prompts, train=prompts)
+    )
+    for layer in (_SECTIONS, sections):
+        changes = {
+            name: dataclasses.replace(getattr(config, name), **value)
+            if isinstance(value, dict)
+            else value
+            for name, value in layer.items()
+        }
+        config = dataclasses.replace(config, **changes)
+    return config
+
+
+def start(config: RunConfig) -> Experiment:
+    """Join the layout of the configuration, unless we are in it, and build its experiment."""
+    size = config.parallel.tensor_model_parallel_size
+    if platform.dp_group() is None or platform.tp_size() != size:
+        platform.initialize_distributed(size)
+    return build_experiment(config)
+
+
+def first_gradient(experiment: Experiment, schedule: str) -> tuple[Tensors, dict[str, float]]:
+    """The full gradient of the first iteration, under diffusers' names, and its metrics."""
+    result = experiment.runner(schedule).run(0, experiment.sampler.batch(0))
+    return export_diffusers_gradients(experiment.model), result.metrics
+
+
+def weights(experiment: Experiment) -> Tensors:
+    """Full weights under diffusers' names."""
+    return export_diffusers_state_dict(experiment.policy.model)
+
+
+def train(
+    experiment: Experiment,
+    iterations: int,
+    before_update: Callable[[], None] = lambda: None,
+) -> list[list[dict[str, float]]]:
+    """Run iterations with the configured schedule; returns each one's metrics by update."""
+    config = experiment.config
+    total = config.grpo.iterations * config.grpo.updates_per_rollout
+    optimization = build_optimization(experiment.model, config.optimizer, total)
+    runner = experiment.runner(config.grpo.schedule)
+
+    def apply_update() -> dict[str, float]:
+        before_update()
+        grad_norm, learning_rate = optimization.step()
+        return {"grad_norm": grad_norm, "learning_rate": learning_rate}
+
+    return [
+        runner.run(i, experiment.sampler.batch(i), apply_update).updates for i in range(iterations)
+    ]
+
+
+def relative_l2(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of the expected tensor; 0 if both are zero."""
+    difference = (actual.double() - expected.double()).norm().item()
+    size = expected.double().norm().item()
+    return difference / size if size else math.inf if difference else 0.0
+
+
+def worst(actual: Tensors, expected: Tensors) -> tuple[float, str]:
+    """The largest relative L2 over tensors of the same names, and where it is."""
+    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
+    return max((relative_l2(actual[name], expected[name]), name) for name in expected)
+
+
+def plain_sgd(lr: float) -> OptimizerConfig:
+    """AdamW that behaves like gradient descent: a huge epsilon, no decay, no clipping."""
+    return OptimizerConfig(lr=lr * 1e6, adam_eps=1e6, weight_decay=0.0, clip_grad=0.0)
