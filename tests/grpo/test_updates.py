@@ -1,0 +1,241 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""What happens after the first update: off-policy replay, KL, equal ranks, and stale graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_leangrpo import platform
+from megatron_leangrpo.config import RunConfig
+from megatron_leangrpo.grpo.experiment import Experiment
+from megatron_leangrpo.grpo.objective import KL_FORMS
+from megatron_leangrpo.grpo.optimization import build_optimization
+from megatron_leangrpo.grpo.placement import Group
+from megatron_leangrpo.grpo.rollout import roll_out_wave
+from megatron_leangrpo.grpo.stats import UpdateStats
+from megatron_leangrpo.models.flux.weight_map import export_diffusers_gradients
+from tests.grpo import tiny
+from tests.grpo.oracle import Oracle
+
+# float64 through two models in other orders of operations, after one update; measured 1e-12.
+TOLERANCE = 1e-10
+# float32, six updates of AdamW; measured 4e-7.
+WEIGHT_TOLERANCE = 1e-5
+LEARNING_RATE = 0.5
+OBJECTIVES: dict[str, dict[str, dict[str, Any]]] = {
+    "flow_sde": {},
+    "dance_sde": {"sampling": {"kernel": "dance_sde", "noise_level": 0.3}},
+    "wan_sde": {"sampling": {"kernel": "wan_sde", "noise_level": None}},
+    "cps": {"sampling": {"kernel": "cps", "noise_level": 0.8}},
+    "GRPO-Guard": {"grpo": {"ratio_norm": "grpo_guard"}},
+    "Flow-Factory's ratio": {"grpo": {"ratio_norm": "flow_factory"}},
+    "windows": {
+        "sampling": {"step_selection": "window", "window_size": 2, "window_starts": [0, 1]},
+    },
+    "a random fraction for each sample": {
+        "sampling": {"step_selection": "random_fraction", "timestep_fraction": 0.7}
+    },
+}
+
+
+def config_of(prompts: str, clip_range: float = 1e-4, **sections: Any) -> RunConfig:
+    """float64, whole gradients on every rank, so that a test can take plain gradient steps."""
+    defaults: dict[str, dict[str, Any]] = {
+        "model": {"dtype": "float64"},
+        "grpo": {"clip_range": clip_range, "updates_per_rollout": 2, "micro_batch_size": 3},
+        "optimizer": {"use_distributed_optimizer": False},
+    }
+    merged = {n: {**defaults.get(n, {}), **sections.get(n, {})} for n in defaults | sections}
+    return tiny.tiny_config(prompts, **merged)
+
+
+def gradient_steps(experiment: Experiment, iterations: int = 1) -> list[dict[str, Any]]:
+    """Take plain gradient steps; for each update the weights before it, its gradient, metrics."""
+    updates: list[dict[str, Any]] = []
+
+    def apply_update() -> dict[str, float]:
+        gradients = export_diffusers_gradients(experiment.model)
+        updates.append({"weights": tiny.weights(experiment), "gradients": gradients})
+        with torch.no_grad():
+            for parameter in experiment.policy.model.parameters():
+                parameter.add_(parameter.main_grad, alpha=-LEARNING_RATE)
+        return {}
+
+    runner = experiment.runner(experiment.config.grpo.schedule)
+    for iteration in range(iterations):
+        result = runner.run(iteration, experiment.sampler.batch(iteration), apply_update)
+        for update, metrics in zip(updates[-len(result.updates) :], result.updates):
+            update["metrics"] = metrics
+    return updates
+
+
+def members_of(experiment: Experiment, minibatch: int) -> set[tuple[int, int]]:
+    """(group, member) of everything in a mini-batch of iteration 0, in one process."""
+    groups = [Group(i, prompt) for i, prompt in enumerate(experiment.sampler.batch(0))]
+    waves = experiment.runner("replay").place(groups, 0).waves
+    return {(s.group, s.member) for w in waves if w.minibatch == minibatch for s in w.slots}
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> str:
+    return tiny.write_prompts(tmp_path_factory.mktemp("prompts"))
+
+
+def _clip_that_bites(experiment: Experiment, weights: tiny.Tensors, updated: tiny.Tensors) -> float:
+    """Half of the largest distance of a ratio from 1: some are clipped and some are not."""
+    facts = Oracle(experiment, weights).gradient(updated, members_of(experiment, 1))[1]
+    return max(facts["ratio_max"] - 1, 1 - facts["ratio_min"]) / 2
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_second_update_replays_with_the_true_ratio_and_clip(single_process, prompts, name):
+    first = gradient_steps(tiny.start(config_of(prompts, **OBJECTIVES[name])))
+    start, updated = first[0]["weights"], first[1]["weights"]
+    probe = tiny.start(config_of(prompts, **OBJECTIVES[name]))
+    clip_range = _clip_that_bites(probe, start, updated)
+
+    experiment = tiny.start(config_of(prompts, clip_range, **OBJECTIVES[name]))
+    updates = gradient_steps(experiment)
+    oracle = Oracle(experiment, start)
+    for minibatch, update in enumerate(updates):
+        assert tiny.worst(update["weights"], (start, updated)[minibatch])[0] == 0
+        expected, facts = oracle.gradient(update["weights"], members_of(experiment, minibatch))
+        error, where = tiny.worst(update["gradients"], expected)
+        assert error < TOLERANCE, (minibatch, where)
+        for key in ("ratio_min", "ratio_max", "clip_fraction"):
+            assert update["metrics"][key] == pytest.approx(facts[key], abs=1e-11), key
+    assert updates[0]["metrics"]["ratio_min"] == updates[0]["metrics"]["ratio_max"] == 1
+    assert updates[1]["metrics"]["ratio_min"] < 1 < updates[1]["metrics"]["ratio_max"]
+    assert 0 < updates[1]["metrics"]["clip_fraction"] < 1
+
+
+def _two_updates(prompts: str, sections: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    return gradient_steps(tiny.start(config_of(prompts, 1e-3, **sections)))
+
+
+@pytest.fixture(scope="module")
+def alone(prompts) -> list[dict[str, Any]]:
+    """Two updates of one rollout in one process."""
+    updates = _two_updates(prompts, {"grpo": {"schedule": "replay"}})
+    platform.destroy_distributed()
+    return updates
+
+
+@pytest.mark.parametrize(
+    ("world", "sections"),
+    [
+        (2, {"grpo": {"placement": "local"}}),
+        (2, {"grpo": {"placement": "spread", "micro_batch_size": 1}}),
+        (2, {"parallel": {"tensor_model_parallel_size": 2}}),
+    ],
+    ids=["dp 2 local", "dp 2 spread", "tp 2"],
+)
+def test_both_updates_are_the_same_in_every_layout(run_ranks, prompts, alone, world, sections):
+    """Who is in which mini-batch, too: otherwise the gradients would differ."""
+    for updates in run_ranks(world, _two_updates, prompts, sections):
+        for own, expected in zip(updates, alone, strict=True):
+            error, name = tiny.worst(own["gradients"], expected["gradients"])
+            assert error < TOLERANCE, name
+            clipped = expected["metrics"]["clip_fraction"]
+            assert own["metrics"]["clip_fraction"] == pytest.approx(clipped, abs=1e-12)
+
+
+def _weights_after_each_update(prompts: str, sections: dict[str, Any]) -> list[tiny.Tensors]:
+    experiment, history = tiny.start(tiny.tiny_config(prompts, **sections)), []
+    tiny.train(experiment, 3, lambda: history.append(tiny.weights(experiment)))
+    return [*history[1:], tiny.weights(experiment)]
+
+
+def _adam(sharded: bool, parallel: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
+    return {
+        "grpo": {"updates_per_rollout": 2, "micro_batch_size": 3},
+        "optimizer": {"lr": 1e-3, "use_distributed_optimizer": sharded},
+        "parallel": parallel or {},
+    }
+
+
+@pytest.fixture(scope="module")
+def adam_alone(prompts) -> list[tiny.Tensors]:
+    """Weights after each of six updates in one process."""
+    history = _weights_after_each_update(prompts, _adam(sharded=True))
+    platform.destroy_distributed()
+    return history
+
+
+def test_the_distributed_optimizer_is_the_plain_one_in_one_process(
+    single_process, prompts, adam_alone
+):
+    plain = _weights_after_each_update(prompts, _adam(sharded=False))
+    for own, expected in zip(plain, adam_alone, strict=True):
+        assert tiny.worst(own, expected)[0] < WEIGHT_TOLERANCE
+    moved = max(tiny.relative_l2(adam_alone[-1][n], adam_alone[0][n]) for n in adam_alone[0])
+    assert moved > 1e-2, "the test says nothing if the weights stay where they are"
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["distributed optimizer", "plain optimizer"])
+@pytest.mark.parametrize("parallel", [{}, {"tensor_model_parallel_size": 2}], ids=["dp 2", "tp 2"])
+def test_ranks_hold_identical_weights_after_every_update_and_those_of_one_process(
+    run_ranks, prompts, adam_alone, parallel, sharded
+):
+    ranks = run_ranks(2, _weights_after_each_update, prompts, _adam(sharded, parallel))
+    for own, other, expected in zip(*ranks, adam_alone, strict=True):
+        assert all(torch.equal(own[name], other[name]) for name in own)
+        error, name = tiny.worst(own, expected)
+        assert error < WEIGHT_TOLERANCE, name
+
+
+@pytest.mark.parametrize("schedule", ["replay", "retain"])
+@pytest.mark.parametrize("form", KL_FORMS)
+def test_each_kl_form_adds_nothing_at_the_start_and_the_published_term_later(
+    single_process, prompts, form, schedule
+):
+    def steps(beta: float) -> tuple[Experiment, list[dict[str, Any]]]:
+        grpo = {"updates_per_rollout": 1, "schedule": schedule, "kl_form": form, "kl_beta": beta}
+        experiment = tiny.start(config_of(prompts, grpo=grpo))
+        return experiment, gradient_steps(experiment, iterations=2)
+
+    experiment, updates = steps(beta=0.5)
+    _, without = steps(beta=0.0)
+    assert tiny.worst(updates[0]["gradients"], without[0]["gradients"])[0] == 0
+    assert updates[0]["metrics"]["kl"] == 0
+
+    start, now = updates[0]["weights"], updates[1]["weights"]
+    oracle = Oracle(experiment, now, iteration=1)
+    error, name = tiny.worst(updates[1]["gradients"], oracle.gradient(now, reference=start)[0])
+    assert error < TOLERANCE, name
+    assert updates[1]["metrics"]["kl"] > 0
+    assert tiny.worst(updates[1]["gradients"], without[1]["gradients"])[0] > 1e-3
+
+
+def _use_a_graph_after_an_update(config: RunConfig) -> Callable[[], None]:
+    """Roll out with graphs, take an optimizer step, and return the backward that is now wrong."""
+    experiment = tiny.start(config)
+    optimization = build_optimization(experiment.model, config.optimizer, 4)
+    runner = experiment.runner("retain")
+    groups = [Group(i, prompt) for i, prompt in enumerate(experiment.sampler.batch(0))]
+    wave = runner.place(groups, 0).waves[0]
+    conditioning = experiment.encode([groups[slot.group].prompt.text for slot in wave.slots])
+    trajectory = roll_out_wave(experiment.policy, experiment.settings, wave, conditioning, 0, True)
+    runner.run(1, experiment.sampler.batch(1), lambda: dict(zip("nl", optimization.step())))
+    advantages = torch.linspace(-1, 1, len(wave.slots), dtype=torch.float64)
+    return lambda: runner.schedule.backward(trajectory, advantages, 1.0, UpdateStats())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_graph_kept_over_an_optimizer_step_raises(single_process, prompts, dtype, recompute):
+    """In bfloat16 megatron copies new weights behind autograd's back: it needs our help there."""
+    config = tiny.tiny_config(prompts, model={"dtype": dtype, "recompute_granularity": recompute})
+    backward = _use_a_graph_after_an_update(config)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        backward()
+
+
+def test_float64_training_is_refused_by_name(single_process, prompts):
+    experiment = tiny.start(tiny.tiny_config(prompts, model={"dtype": "float64"}))
+    with pytest.raises(ValueError, match=r"model\.dtype = float64.*float32"):
+        build_optimization(experiment.model, experiment.config.optimizer, 1)
