@@ -35,11 +35,12 @@ class RankBytes:
 def check_and_describe(config: RunConfig, console: Console, world_size: int | None = None) -> None:
     """Raise ``ValueError`` for what cannot run; otherwise print the run's facts.
 
-    Without `world_size` this is a dry run: weights need not be on this machine.
+    Without `world_size` this is a dry run: weights need not be on this machine, and the ranks are
+    those of the environment variable WORLD_SIZE, or else one tensor-parallel group.
     """
     dry_run = world_size is None
-    world = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
     tp = config.parallel.tensor_model_parallel_size
+    world = int(os.environ.get("WORLD_SIZE", tp)) if world_size is None else world_size
     check_tensor_model_parallel_size(tp, world)
     grpo = config.grpo
     check_placement(
@@ -57,7 +58,8 @@ def check_and_describe(config: RunConfig, console: Console, world_size: int | No
     build_reward(config.reward.weights, config.reward.failure_policy)
     facts = {
         "model": _describe_model(config, architecture),
-        "layout": f"{world} ranks: tensor parallel {tp}, data parallel {world // tp}",
+        "layout": f"{world} rank{'s' if world > 1 else ''}: tensor parallel {tp}, "
+        f"data parallel {world // tp}",
         "picture": f"{config.sampling.height} x {config.sampling.width} pixels (h x w), "
         f"{shape[0]} image tokens ({grid[0]} x {grid[1]}) + {config.model.max_text_tokens} text "
         "tokens",
@@ -133,11 +135,13 @@ def _describe_model(config: RunConfig, architecture: Architecture) -> str:
 
 
 def _describe_schedule(config: RunConfig, trained: int) -> str:
-    """Say what the schedule saves here, in forwards (a backward counts two)."""
+    """Say what the schedule can save here, counted in forwards (a backward is two)."""
     steps, updates = config.sampling.num_steps, config.grpo.updates_per_rollout
-    replay = steps + 3 * trained
-    saved = 0 if config.grpo.schedule == "replay" else trained / updates
-    text = f"{config.grpo.schedule}, at most {replay / (replay - saved):.2f} times replay's speed"
+    recomputed = 1 if config.model.recompute_granularity == "full" else 0
+    replay = steps + (3 + recomputed) * trained
+    text = config.grpo.schedule
+    if text != "replay":
+        text += f", at most {replay / (replay - trained / updates):.2f} times replay's speed"
     if updates > 1:
         text += f"; only the first of {updates} updates is on-policy, the others are replayed"
     return text
