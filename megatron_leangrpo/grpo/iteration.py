@@ -198,11 +198,12 @@ class IterationRunner:
     def _reward_metrics(self, table: RewardTable) -> dict[str, float]:
         total = table.total(self.scorer.weights)
         kept = total[~table.dropped]
-        metrics = {f"reward_{name}": table.mean(name) for name in table.names}
-        if kept.numel():
-            metrics["reward_mean"] = kept.mean().item()
-            metrics["reward_std"] = kept.std(dim=1, correction=0).mean().item()
-            constant = kept.max(dim=1).values == kept.min(dim=1).values
-            metrics["zero_std_ratio"] = constant.double().mean().item()
-        metrics["dropped_groups"] = float(table.dropped.sum())
-        return metrics
+        constant = kept.max(dim=1).values == kept.min(dim=1).values
+        # Not a number where every group was dropped.
+        return {
+            **{f"reward_{name}": table.mean(name) for name in table.names},
+            "reward_mean": kept.mean().item(),
+            "reward_std": kept.std(dim=1, correction=0).mean().item(),
+            "zero_std_ratio": constant.double().mean().item(),
+            "dropped_groups": float(table.dropped.sum()),
+        }

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 from megatron_leangrpo.config import RunConfig
@@ -45,9 +46,9 @@ class RunReport:
         """Report an evaluation after `iteration` iterations; returns its metrics."""
         row: dict[str, Any] = {
             "iteration": iteration,
-            "reward": evaluation.reward_mean,
+            "reward": _number_or_none(evaluation.reward_mean),
             "correct": evaluation.correct,
-            "rewards": evaluation.rewards,
+            "rewards": {n: _number_or_none(value) for n, value in evaluation.rewards.items()},
         }
         self.evaluations[iteration] = row
         self.console.line(
@@ -82,7 +83,7 @@ class RunReport:
         if self.writes:
             self.directory.write_summary(summary)
             self.metrics.close()
-        if summary["eval_reward_before"] is not None:
+        if None not in (summary["eval_reward_before"], summary["eval_reward_after"]):
             self.console.line(final_line(summary, str(self.directory.samples)))
         return summary
 
@@ -116,6 +117,13 @@ class RunReport:
                 save_before_after(folder / "before_after.png", self.before, samples, title)
 
     def _draw_curves(self) -> None:
-        rewards = {n: row["reward"] for n, row in self.evaluations.items()}
+        rewards = {
+            n: row["reward"] for n, row in self.evaluations.items() if row["reward"] is not None
+        }
         title = f"{self.config.recipe}, schedule {self.config.grpo.schedule}"
         save_curves(self.directory.curves, self.directory.metrics_rows(), rewards, title)
+
+
+def _number_or_none(value: float) -> float | None:
+    """JSON has no NaN: the mean over no sample, when the reward failed for all, is null."""
+    return value if math.isfinite(value) else None

@@ -17,7 +17,7 @@ def iteration_line(iteration: int, iterations: int, metrics: Mapping[str, Any]) 
         f"{seconds(metrics['time_total'])} ({_phases(metrics)})",
         f"{number(metrics['samples_per_second'])} images/s",
     ]
-    if metrics["zero_std_ratio"]:
+    if metrics["zero_std_ratio"] > 0:
         parts.insert(-2, f"{percent(metrics['zero_std_ratio'])} of groups constant")
     return "  ".join(parts)
 
