@@ -94,7 +94,7 @@ def _leave_megatron_groups() -> None:
     """megatron only forgets its groups; each of them keeps three gloo threads that never rest."""
     from megatron.core import parallel_state
 
-    groups = parallel_state._global_process_group_list or ()
+    groups = getattr(parallel_state, "_global_process_group_list", None) or ()
     parallel_state.destroy_model_parallel()
     for group in groups:
         # The list also has None for the world, and groups that this rank is not a member of.

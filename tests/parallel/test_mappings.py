@@ -53,6 +53,23 @@ def test_reduce_sums_and_passes_the_gradient(run_ranks, transposed):
         assert torch.equal(out["gradient"], torch.full((4, 2, 3), rank + 1.0, dtype=torch.float64))
 
 
+def _summed_statistic() -> dict[str, torch.Tensor]:
+    """A total over the ranks of which each rank uses its own multiple, as a norm over all heads."""
+    platform.initialize_distributed(RANKS)
+    group = platform.tp_group()
+    x = _input(platform.tp_rank()).requires_grad_()
+    total = mappings.reduce_from_tensor_parallel(x, group)
+    total = mappings.copy_to_tensor_parallel(total, group)
+    (total * (platform.tp_rank() + 1)).sum().backward()
+    return {"output": total.detach(), "gradient": x.grad}
+
+
+def test_reduce_then_copy_sums_forwards_and_backwards(run_ranks):
+    for out in run_ranks(RANKS, _summed_statistic):
+        assert torch.equal(out["output"], _input(0) + _input(1))
+        assert torch.equal(out["gradient"], torch.full((4, 2, 3), 3.0, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_partial_sums_are_scattered_and_entering_gathers_under_sequence_parallelism(
     run_ranks, transposed
