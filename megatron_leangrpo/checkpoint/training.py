@@ -63,12 +63,16 @@ def load_checkpoint(checkpoint: Path, state: TrainingState) -> int:
     from megatron.core import dist_checkpointing
 
     iteration = read_position(checkpoint)
+    own_settings = _group_settings(state.optimizer)
     _create_optimizer_state(state.optimizer)
     with platform.host_mode():
         loaded = dist_checkpointing.load(_sharded_state(state, loading=True), str(checkpoint))
         state.model.load_state_dict(loaded["model"])
         _load_optimizer(state.optimizer, loaded["optimizer"])
-        # The run's own settings of the schedule win; only its position is taken over.
+        # The run's own settings win over the stored ones (learning rates, betas, epsilon), and of
+        # the schedule only the position is taken over.
+        for group, settings in zip(state.optimizer.param_groups, own_settings, strict=True):
+            group.update(settings)
         state.scheduler.load_state_dict(loaded["scheduler"])
     if state.average is not None:
         for name, value in state.average.items():
@@ -145,6 +149,14 @@ def _create_optimizer_state(optimizer: Any) -> None:
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
+
+
+def _group_settings(optimizer: Any) -> list[dict[str, Any]]:
+    """What the configuration has said about each parameter group."""
+    return [
+        {key: value for key, value in group.items() if key not in ("params", "step")}
+        for group in optimizer.param_groups
+    ]
 
 
 def _load_optimizer(optimizer: Any, loaded: dict[str, Any]) -> None:
