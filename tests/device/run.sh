@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Compares the schedules on this machine's GPU, in bfloat16 at FLUX.1-dev's width: gradient error,
+# seconds and peak memory. Without a GPU the same code runs tiny shapes on the CPU.
+# Needs no network: wheels that the machine lacks are taken from .whl/ beside the repository's files.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-python3}
+out=${OUT:-/tmp}
+
+if compgen -G ".whl/*.whl" >/dev/null; then
+  "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --upgrade \
+    --target /tmp/leangrpo-site .whl/*.whl
+  export PYTHONPATH=/tmp/leangrpo-site${PYTHONPATH:+:$PYTHONPATH}
+fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=1
+
+shapes=()
+if ! "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
+  echo "no CUDA device: tiny shapes on the CPU"
+  shapes=(--model.preset=flux_bench --sampling.height=64 --sampling.width=64 --model.max_text_tokens=32)
+fi
+for recompute in none full; do
+  echo "activation recomputation: $recompute"
+  "$python" -m megatron_leangrpo compare tests/device/flux_slice.yaml --schedules replay,retain \
+    --repeat 3 --json "$out/compare-$recompute.json" --model.recompute_granularity=$recompute \
+    "${shapes[@]}"
+done
