@@ -4,16 +4,22 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from megatron_leangrpo import platform
-from megatron_leangrpo.config import OptimizerConfig, RunConfig
+from megatron_leangrpo.config import RunConfig
+from megatron_leangrpo.config_reader import write_config
+from megatron_leangrpo.grpo import commands
 from megatron_leangrpo.grpo.experiment import Experiment, build_experiment
+from megatron_leangrpo.grpo.iteration import IterationRunner
 from megatron_leangrpo.grpo.optimization import build_optimization
 from megatron_leangrpo.models.flux.config import PRESETS, FluxConfig, flux_tiny
 from megatron_leangrpo.models.flux.weight_map import (
@@ -159,6 +165,41 @@ def worst(actual: Tensors, expected: Tensors) -> tuple[float, str]:
     return max((relative_l2(actual[name], expected[name]), name) for name in expected)
 
 
-def plain_sgd(lr: float) -> OptimizerConfig:
-    """AdamW that behaves like gradient descent: a huge epsilon, no decay, no clipping."""
-    return OptimizerConfig(lr=lr * 1e6, adam_eps=1e6, weight_decay=0.0, clip_grad=0.0)
+class Killed(BaseException):
+    """Ends a run in the middle, as a signal would."""
+
+
+def write_recipe(config: RunConfig, folder: Path, name: str = "recipe") -> str:
+    """Write a configuration as a recipe file and return its path."""
+    path = folder / f"{name}.yaml"
+    path.write_text(write_config(config), encoding="utf-8")
+    return str(path)
+
+
+def train_command(recipe: str, overrides: Sequence[str] = (), killed_in: int | None = None) -> None:
+    """`leangrpo train`; the world stays for other tests.
+
+    The run can be killed in the middle of iteration number `killed_in` (from 1).
+    """
+    run = IterationRunner.run
+
+    def run_or_die(self: IterationRunner, iteration: int, *arguments: Any) -> Any:
+        if iteration + 1 == killed_in:
+            raise Killed
+        return run(self, iteration, *arguments)
+
+    with (
+        mock.patch.object(platform, "destroy_distributed"),
+        mock.patch.object(IterationRunner, "run", run_or_die),
+    ):
+        try:
+            commands.train(recipe, list(overrides))
+        except Killed:
+            # The lock on the run directory goes with the run's objects.
+            gc.collect()
+
+
+def metrics_rows(run: str | Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    text = (Path(run) / "metrics.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
