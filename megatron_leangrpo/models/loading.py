@@ -17,6 +17,7 @@ CONFIG = "config.json"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 FLUX_CLASS = "FluxTransformer2DModel"
+WRAPPER_PREFIXES = ("_orig_mod.", "module.")
 GUIDANCE_TENSORS = "time_text_embed.guidance_embedder."
 
 
@@ -96,6 +97,16 @@ class WeightFiles(Mapping[str, "torch.Tensor"]):
             self._file_of = dict.fromkeys(self._open(single).keys(), single)
         else:
             raise ValueError(f"model.base: {folder} holds neither {WEIGHTS} nor {INDEX}")
+        self._prefix = ""
+        while prefix := self._common_wrapper():
+            self._prefix += prefix
+
+    def _common_wrapper(self) -> str:
+        """The prefix that saving a compiled or data-parallel module puts before every name."""
+        first = next(iter(self._file_of), "").removeprefix(self._prefix)
+        prefix = next((p for p in WRAPPER_PREFIXES if first.startswith(p)), "")
+        is_common = all(name.startswith(self._prefix + prefix) for name in self._file_of)
+        return prefix if is_common else ""
 
     def _open_shards(self, index: Path) -> None:
         weight_map = _read_json(index).get("weight_map")
@@ -123,10 +134,11 @@ class WeightFiles(Mapping[str, "torch.Tensor"]):
         return self._handles[path]
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._handles[self._file_of[name]].get_tensor(name)
+        stored = self._prefix + name
+        return self._handles[self._file_of[stored]].get_tensor(stored)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
+        return (name.removeprefix(self._prefix) for name in self._file_of)
 
     def __len__(self) -> int:
         return len(self._file_of)

@@ -113,6 +113,17 @@ def test_variants_of_flux_load(folder, tmp_path):
     assert to_diffusers_config(model.flux_config)["guidance_embeds"] is False
 
 
+def test_names_of_a_compiled_or_data_parallel_module_are_read_without_their_prefix(folder):
+    original = load_file(folder / WEIGHTS)
+    save_file({f"module._orig_mod.{n}": t for n, t in original.items()}, folder / WEIGHTS)
+    exported = export_diffusers_state_dict(_load(folder))
+    assert all(torch.equal(exported[name], original[name]) for name in original)
+    # One name without the prefix is a mismatch that must not be hidden.
+    _edit(folder, lambda tensors: tensors.update(stray=torch.zeros(1)))
+    with pytest.raises(ValueError, match=r"says guidance_embeds is true"):
+        _load(folder)
+
+
 def test_missing_folder_and_missing_weights_are_named(folder, tmp_path):
     with pytest.raises(ValueError, match=r"model\.base: .*nowhere/config\.json does not exist"):
         read_transformer_config(tmp_path / "nowhere")
