@@ -50,7 +50,7 @@ class TextEncoder(Protocol):
 
     def encode(self, prompts: Sequence[str]) -> Conditioning: ...
 
-    def notes(self) -> list[str]: ...
+    def notes(self, prompts: Sequence[str]) -> list[str]: ...
 
 
 def shorten(text: str, limit: int = 60) -> str:
@@ -70,8 +70,6 @@ class FluxTextEncoder:
             raise ValueError(f"max_sequence_length={max_sequence_length}: must be at least 1")
         self._parts = {"CLIP": (tokenizer, clip), "T5": (tokenizer_2, t5)}
         self._limits = {"CLIP": tokenizer.model_max_length, "T5": max_sequence_length}
-        self._cut: dict[str, str] = {}
-        self._cut_ids: dict[tuple[tuple[int, ...], ...], list[str]] = defaultdict(list)
 
     @classmethod
     def from_pipeline(
@@ -111,7 +109,6 @@ class FluxTextEncoder:
         for start in range(0, len(prompts), ENCODE_BATCH):
             chunk = list(prompts[start : start + ENCODE_BATCH])
             clip_ids, t5_ids = self._token_ids("CLIP", chunk), self._token_ids("T5", chunk)
-            self._note_cuts(chunk, clip_ids, t5_ids)
             clip, t5 = self._parts["CLIP"][1], self._parts["T5"][1]
             pooled.append(clip(clip_ids.to(clip.device)).pooler_output)
             embeds.append(t5(t5_ids.to(t5.device)).last_hidden_state)
@@ -127,31 +124,34 @@ class FluxTextEncoder:
             return_tensors="pt",
         ).input_ids
 
-    def _note_cuts(self, prompts: list[str], clip_ids: Tensor, t5_ids: Tensor) -> None:
-        lengths = {
-            name: [len(ids) for ids in tokenizer(prompts, verbose=False).input_ids]
-            for name, (tokenizer, _) in self._parts.items()
-        }
-        for row, prompt in enumerate(prompts):
+    def notes(self, prompts: Sequence[str]) -> list[str]:
+        """One line per prompt that `encode` cuts, then one per set of them that the cut makes equal."""
+        cut: dict[str, str] = {}
+        equal: dict[tuple[tuple[int, ...], ...], list[str]] = defaultdict(list)
+        for prompt in dict.fromkeys(prompts):
+            lengths = {
+                name: len(tokenizer(prompt, verbose=False).input_ids)
+                for name, (tokenizer, _) in self._parts.items()
+            }
             kept = [
-                f"{name} keeps {limit} of {lengths[name][row]} tokens"
+                f"{name} keeps {limit} of {lengths[name]} tokens"
                 for name, limit in self._limits.items()
-                if lengths[name][row] > limit
+                if lengths[name] > limit
             ]
-            if not kept or prompt in self._cut:
+            if not kept:
                 continue
-            self._cut[prompt] = f'prompt "{shorten(prompt)}" is cut: {", ".join(kept)}'
-            key = (tuple(clip_ids[row].tolist()), tuple(t5_ids[row].tolist()))
-            self._cut_ids[key].append(prompt)
-
-    def notes(self) -> list[str]:
-        """One line per cut prompt so far, then one per set of prompts that the cut made equal."""
-        equal = [
-            "these prompts are equal after the cut: " + ", ".join(f'"{shorten(p)}"' for p in group)
-            for group in self._cut_ids.values()
-            if len(group) > 1
+            cut[prompt] = f'prompt "{shorten(prompt)}" is cut: {", ".join(kept)}'
+            ids = (self._token_ids(name, [prompt])[0].tolist() for name in self._parts)
+            equal[tuple(map(tuple, ids))].append(prompt)
+        return [
+            *cut.values(),
+            *(
+                "these prompts are equal after the cut, their groups stay apart: "
+                + ", ".join(f'"{shorten(p)}"' for p in group)
+                for group in equal.values()
+                if len(group) > 1
+            ),
         ]
-        return [*self._cut.values(), *equal]
 
 
 class SyntheticTextEncoder:
@@ -170,6 +170,6 @@ class SyntheticTextEncoder:
             pooled.append(torch.randn(self.pooled_dim, generator=generator))
         return Conditioning(torch.stack(embeds), torch.stack(pooled))
 
-    def notes(self) -> list[str]:
+    def notes(self, prompts: Sequence[str]) -> list[str]:
         """Nothing is ever cut."""
         return []

@@ -36,6 +36,9 @@ def train(recipe: str, overrides: Sequence[str], dry_run: bool = False) -> None:
         experiment = build_experiment(config)
         advance(1)
     experiment.scorer.warn = console.warning
+    if platform.is_logging_rank():
+        for note in experiment.encoder.notes([prompt.text for prompt in experiment.prompts]):
+            console.warning(note)
     directory = _run_directory(config)
     report = RunReport(config, directory, console, platform.is_logging_rank())
     report.verdict = experiment.scorer.verdict

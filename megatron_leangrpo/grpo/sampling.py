@@ -24,7 +24,7 @@ def sample_pictures(experiment: Experiment, console: Console, checkpoint: str | 
     evaluator.items = evaluator.items[: config.evaluation.grid_images]
     with console.progress("sampling", len(evaluator.items)) as advance:
         evaluation = evaluator.run(lambda count: advance(count * platform.dp_size()))
-    for note in experiment.encoder.notes():
+    for note in experiment.encoder.notes([prompt.text for prompt, _ in evaluator.items]):
         console.warning(note)
     console.line(
         evaluation_line(

@@ -49,8 +49,7 @@ def test_cut_prompts_are_noted_once_with_counts_and_equal_ones_named(base_folder
     encoder = FluxTextEncoder.from_pipeline(base_folder, max_sequence_length=512)
     prompts = [f"{WORDS} and a circle", f"{WORDS} and a square", "x" * 5000, "the number 7"]
     encoded = encoder.encode(prompts)
-    encoder.encode(prompts)
-    notes = encoder.notes()
+    notes = encoder.notes([*prompts, *prompts])
     assert len(notes) == 4
     assert all("CLIP keeps 77 of" in note and "T5 keeps 512 of" in note for note in notes[:3])
     assert "5002 tokens" in notes[2]
@@ -63,8 +62,7 @@ def test_cut_prompts_are_noted_once_with_counts_and_equal_ones_named(base_folder
 
 def test_setting_is_the_limit_in_the_note(base_folder):
     encoder = FluxTextEncoder.from_pipeline(base_folder, max_sequence_length=8)
-    encoder.encode(['a sign that says "OPEN"'])
-    (note,) = encoder.notes()
+    (note,) = encoder.notes(['a sign that says "OPEN"'])
     assert "T5 keeps 8 of" in note and "CLIP" not in note
 
 
@@ -106,4 +104,4 @@ def test_synthetic_embeddings_depend_on_the_text_alone():
     assert both.prompt_embeds.shape == (2, 5, 6) and both.pooled.shape == (2, 7)
     assert torch.equal(both.prompt_embeds[1], one.prompt_embeds[0])
     assert not torch.equal(both.pooled[0], both.pooled[1])
-    assert encoder.notes() == []
+    assert encoder.notes(["a b"]) == []

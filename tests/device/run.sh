@@ -17,7 +17,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=1
 shapes=()
 if ! "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
   echo "no CUDA device: tiny shapes on the CPU"
-  shapes=(--model.preset=flux_bench --sampling.height=64 --sampling.width=64 --model.max_text_tokens=32)
+  shapes=(--model.preset=flux_bench --model.dtype=float32 --sampling.height=64 --sampling.width=64 --model.max_text_tokens=32)
 fi
 for recompute in none full; do
   echo "activation recomputation: $recompute"
