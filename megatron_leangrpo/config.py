@@ -15,7 +15,8 @@ class ModelConfig:
     """Base model: a diffusers pipeline folder, or the name of an embedded base
     (flux_digits, flux_shapes)."""
     preset: str | None = None
-    """Architecture by name (flux_dev, flux_tiny, flux_bench): random weights when no base is given."""
+    """Architecture by name (flux_dev, flux_slice, flux_tiny, flux_bench), with random weights when
+    no base is given."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Dtype of weights and activations. Log-probs and latents are never narrower than float32."""
     guidance_scale: float = 3.5
@@ -98,7 +99,8 @@ class GrpoConfig:
     group_size: int = 8
     """Samples a prompt (G)."""
     placement: Literal["spread", "local"] = "spread"
-    """spread deals the members of a group over the data-parallel ranks, local keeps a group on one rank."""
+    """spread deals the members of a group over the data-parallel ranks, local keeps a group on one
+    rank."""
     micro_batch_size: int = 1
     """Trajectories in one forward; rollout and update use the same micro-batches."""
     schedule: Literal["replay", "retain"] = "retain"

@@ -37,7 +37,7 @@ class TrainingState:
 
 
 def save_checkpoint(folder: Path, state: TrainingState, iteration: int) -> Path:
-    """Write `folder/step_<iteration>`, where `iteration` counts finished iterations (a collective)."""
+    """Write `folder/step_<iteration>` after that many finished iterations (a collective)."""
     from megatron.core import dist_checkpointing
 
     final = folder / f"step_{iteration:06d}"

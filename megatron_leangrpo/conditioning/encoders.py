@@ -125,7 +125,7 @@ class FluxTextEncoder:
         ).input_ids
 
     def notes(self, prompts: Sequence[str]) -> list[str]:
-        """One line per prompt that `encode` cuts, then one per set of them that the cut makes equal."""
+        """One line per prompt that `encode` cuts, then one per set that the cut makes equal."""
         cut: dict[str, str] = {}
         equal: dict[tuple[tuple[int, ...], ...], list[str]] = defaultdict(list)
         for prompt in dict.fromkeys(prompts):

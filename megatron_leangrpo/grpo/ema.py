@@ -28,7 +28,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, model: torch.nn.Module, updates: int) -> None:
-        """Fold in the weights after update number `updates` (from 0), where the interval says so."""
+        """Fold in the weights after update number `updates` (from 0), if the interval says so."""
         if (updates + 1) % self.interval:
             return
         decay = ema_decay(updates, self.cap)

@@ -1,5 +1,5 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""Evaluation: deterministic sampling of fixed prompts from fixed noise, scored by the run's rewards."""
+"""Evaluation: deterministic samples of fixed prompts from fixed noise, under the run's rewards."""
 
 import math
 from collections.abc import Callable, Sequence

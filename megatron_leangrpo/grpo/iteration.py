@@ -1,5 +1,5 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""One GRPO iteration: waves of rollouts, rewards, advantages, backward, and one update after another.
+"""One GRPO iteration: rollouts in waves, rewards, advantages, backward, one update after another.
 
     prompts -> groups -> waves of rollouts -> rewards -> advantages -> schedule.backward -> update
 

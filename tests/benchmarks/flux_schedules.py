@@ -1,10 +1,10 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""Seconds of replay, retain and replay with full recomputation, and of the rollout beside diffusers'.
+"""Seconds of replay and retain, of replay with recomputation, and of our rollout and diffusers'.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.flux_schedules [--repeat 5] [--micro-batch-size 2]
 
-Recipe flux_bench (N = 16, T = 9) in one process on one thread. All contestants run interleaved, with
-the same weights, prompts, noise and micro-batches; medians and the range of the repeats are shown.
+Recipe flux_bench (N = 16, T = 9) in one process on one thread. All contestants run interleaved,
+with the same weights, prompts, noise and micro-batches; medians and ranges are shown.
 """
 
 import argparse

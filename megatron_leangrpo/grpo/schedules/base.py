@@ -1,9 +1,9 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """What a schedule is: a way to evaluate the policy gradient of the trajectories of a wave.
 
-On-policy the gradient is linear in the advantages, so a schedule is free to choose when the graph of
-a step exists and when its backward runs. The rollout asks `keeps_graph` before each trained step;
-once the rewards are known, `backward` adds the wave's gradient to the model's buffers.
+On-policy the gradient is linear in the advantages, so a schedule is free to choose when the graph
+of a step exists and when its backward runs. The rollout asks `keeps_graph` before each trained
+step; once the rewards are known, `backward` adds the wave's gradient to the model's buffers.
 """
 
 from abc import ABC, abstractmethod
