@@ -7,6 +7,7 @@ folder with a step's name is whole. It can be resumed at another tensor- or data
 
 import dataclasses
 import json
+import queue
 import re
 import shutil
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ def save_checkpoint(folder: Path, state: TrainingState, iteration: int) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     dist.barrier()
+    _use_no_helper_process()
     with platform.host_mode():
         dist_checkpointing.save(_sharded_state(state, loading=False), str(temporary))
     dist.barrier()
@@ -56,6 +58,19 @@ def save_checkpoint(folder: Path, state: TrainingState, iteration: int) -> Path:
         temporary.rename(final)
     dist.barrier()
     return final
+
+
+def _use_no_helper_process() -> None:
+    """Let megatron's writer hand over its results in a queue of this process.
+
+    Its default is a queue in a server process of its own, for saves in the background, which ours
+    are not. That process outlives a rank that is killed and keeps its output open, so that whoever
+    reads a failing run through a pipe waits for ever.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if getattr(filesystem_async, "_results_queue", queue) is None:
+        filesystem_async._results_queue = queue.Queue()
 
 
 def load_checkpoint(checkpoint: Path, state: TrainingState) -> int:
