@@ -81,8 +81,8 @@ class FluxTransformer(MegatronModule):
         """
         dtype = self.flux_config.params_dtype
         assert grid[0] * grid[1] == latents.shape[1], (grid, latents.shape)
-        img = self.img_in(latents.to(dtype)).transpose(0, 1)
-        txt = self.txt_in(conditioning.prompt_embeds.to(dtype)).transpose(0, 1)
+        img = self.img_in(latents.to(dtype).transpose(0, 1).contiguous())
+        txt = self.txt_in(conditioning.prompt_embeds.to(dtype).transpose(0, 1).contiguous())
         vec = self.embed_conditioning(timestep, conditioning)
 
         layout = TokenLayout(txt.shape[0], img.shape[0], self.sequence_shards)
