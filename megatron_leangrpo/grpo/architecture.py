@@ -1,14 +1,16 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """Which transformer a run trains: the architecture of its base or preset, and its weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron_leangrpo.config import RunConfig
 from megatron_leangrpo.grpo.assets import resolve_asset
-from megatron_leangrpo.models.flux.config import PRESETS, FluxConfig, from_diffusers_config
+from megatron_leangrpo.models.families import ModelFamily, find_preset, model_family
+from megatron_leangrpo.models.loading import load_transformer_folder, read_transformer_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -17,7 +19,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 class Architecture:
     """A checked model configuration and where its weights come from."""
 
-    config: FluxConfig
+    family: ModelFamily
+    config: Any
+    """The family's configuration."""
     base: Path | None
     """Pipeline folder; None for random weights."""
     guidance_scale: float | None
@@ -29,19 +33,24 @@ class Architecture:
 
         Random weights depend on the seed alone, so that every layout starts from the same model.
         """
-        from megatron_leangrpo.models.flux.model import FluxTransformer
-        from megatron_leangrpo.models.flux.weight_map import initialise, load_diffusers_state_dict
-
         with torch.device(device):
-            model = FluxTransformer(self.config)
+            model = self.family.build(self.config)
         if self.base is None:
-            initialise(model, self.seed)
+            self.family.initialise(model, self.seed)
         else:
-            from megatron_leangrpo.models.loading import load_transformer_folder
-
-            _, tensors = load_transformer_folder(self.base / "transformer")
-            load_diffusers_state_dict(model, tensors)
+            _, tensors = load_transformer_folder(self.base / "transformer", self.family.class_name)
+            self.family.load(model, tensors)
         return model
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole transformer."""
+        return replace(self.config, tensor_model_parallel_size=1).parameters_per_rank
+
+    def build_on_meta(self) -> torch.nn.Module:
+        """Build the whole transformer without memory, outside of any process group."""
+        with torch.device("meta"):
+            return self.family.build(replace(self.config, tensor_model_parallel_size=1))
 
 
 def resolve_architecture(config: RunConfig, needs_weights: bool = True) -> Architecture:
@@ -50,30 +59,27 @@ def resolve_architecture(config: RunConfig, needs_weights: bool = True) -> Archi
     Without `needs_weights` a preset stands in for a base that is not on this machine.
     """
     model, parallel = config.model, config.parallel
+    family = model_family(model.family)
     overrides = {
         "params_dtype": DTYPES[model.dtype],
         "recompute_granularity": model.recompute_granularity,
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "sequence_parallel": parallel.sequence_parallel,
     }
-    if model.preset is not None and model.preset not in PRESETS:
-        raise ValueError(f"model.preset = {model.preset!r} is not one of {sorted(PRESETS)}")
-    base = None
-    if model.base is not None:
-        base = resolve_asset(model.base)
-        if base is None and (needs_weights or model.preset is None):
-            raise ValueError(
-                f"model.base = {model.base!r}: no such folder; give the path of a diffusers "
-                "FluxPipeline folder (with transformer/, vae/, text_encoder/ ...) or the name of "
-                "an embedded base (flux_digits, flux_shapes)"
-            )
+    preset = None if model.preset is None else find_preset(family, model.preset)
+    base = None if model.base is None else resolve_asset(model.base)
+    if model.base is not None and base is None and (needs_weights or preset is None):
+        raise ValueError(
+            f"model.base = {model.base!r}: no such folder; give the path of a diffusers pipeline "
+            "folder (with transformer/, vae/, text_encoder/ ...) or the name of an embedded base "
+            "(flux_digits, flux_shapes)"
+        )
     if base is not None:
-        from megatron_leangrpo.models.loading import read_transformer_config
-
-        flux = from_diffusers_config(read_transformer_config(base / "transformer"), **overrides)
-    elif model.preset is not None:
-        flux = PRESETS[model.preset](**overrides)
+        published = read_transformer_config(base / "transformer", family.class_name)
+        architecture = family.from_diffusers_config(published, **overrides)
+    elif preset is not None:
+        architecture = preset(**overrides)
     else:
-        raise ValueError("model.base is not set; give a diffusers FluxPipeline folder")
-    guidance = model.guidance_scale if flux.guidance_embeds else None
-    return Architecture(flux, base, guidance, config.seed)
+        raise ValueError("model.base is not set; give a diffusers pipeline folder")
+    guidance = model.guidance_scale if architecture.guidance_embeds else None
+    return Architecture(family, architecture, base, guidance, config.seed)

@@ -15,7 +15,6 @@ from megatron_leangrpo.grpo.iteration import IterationRunner
 from megatron_leangrpo.grpo.memory import peak_allocated_bytes
 from megatron_leangrpo.grpo.optimization import zero_gradients
 from megatron_leangrpo.grpo.schedules import SCHEDULES
-from megatron_leangrpo.models.flux.weight_map import export_diffusers_gradients
 
 Gradients = dict[str, torch.Tensor]
 
@@ -75,7 +74,7 @@ def compare_schedules(
         peaks[name] = peak_allocated_bytes(
             lambda r=runner, m=metrics: m.update(_run(r, experiment))
         )
-        gradients[name] = export_diffusers_gradients(experiment.model)
+        gradients[name] = experiment.architecture.family.export_gradients(experiment.model)
         ratios[name] = (metrics["ratio_min"], metrics["ratio_max"])
         advance(1)
     times: dict[str, list[dict[str, float]]] = {name: [] for name in schedules}

@@ -70,6 +70,8 @@ def check_and_describe(config: RunConfig, console: Console, world_size: int | No
         "schedule": _describe_schedule(config, settings.selector.num_trained(0)),
     }
     if dry_run:
+        built = sum(p.numel() for p in architecture.build_on_meta().parameters())
+        assert built == architecture.parameters, (built, architecture.parameters)
         sizes = rank_bytes(config, architecture, world // tp)
         total = sum(dataclasses.astuple(sizes))
         parts = ", ".join(f"{n} {byte_size(v)}" for n, v in dataclasses.asdict(sizes).items() if v)
@@ -77,23 +79,9 @@ def check_and_describe(config: RunConfig, console: Console, world_size: int | No
     console.facts(f"{config.recipe}", facts)
 
 
-def parameter_count(architecture: Architecture, tp_size: int = 1) -> int:
-    """Count the parameters of one tensor-parallel rank on the meta device."""
-    from megatron_leangrpo.models.flux.model import FluxTransformer
-
-    with torch.device("meta"):
-        model = FluxTransformer(
-            dataclasses.replace(architecture.config, tensor_model_parallel_size=1)
-        )
-    return sum(
-        p.numel() // (tp_size if getattr(p, "tensor_model_parallel", False) else 1)
-        for p in model.parameters()
-    )
-
-
 def rank_bytes(config: RunConfig, architecture: Architecture, dp_size: int) -> RankBytes:
     """Bytes of weights, gradients and their followers on one rank, before activations."""
-    count = parameter_count(architecture, config.parallel.tensor_model_parallel_size)
+    count = architecture.config.parameters_per_rank
     width = torch.empty((), dtype=architecture.config.params_dtype).element_size()
     wide = max(width, 4)
     # Two moments, and a float32 copy of weights that are narrower than that.
@@ -124,13 +112,11 @@ def describe_batch(config: RunConfig, dp_size: int) -> str:
 
 
 def _describe_model(config: RunConfig, architecture: Architecture) -> str:
-    flux = architecture.config
     source = str(architecture.base) if architecture.base else f"preset {config.model.preset}"
     weights = "" if architecture.base else ", random weights"
     return (
-        f"{source}{weights}: {parameter_count(architecture):,} parameters, "
-        f"{flux.num_double_blocks} double + {flux.num_single_blocks} single blocks, "
-        f"hidden {flux.hidden_size}, {config.model.dtype}"
+        f"{source}{weights}: {architecture.parameters:,} parameters, "
+        f"{architecture.family.describe(architecture.config)}, {config.model.dtype}"
     )
 
 

@@ -66,14 +66,20 @@ class Trainer:
             return {}
         if self.first_iteration == 0:
             self.report.evaluation(0, self._evaluate())
-        for iteration in range(self.first_iteration, iterations):
-            metrics = self._train(iteration)
-            done = iteration + 1
-            evaluation = self._evaluate() if self._evaluates_after(done) else None
-            self.report.iteration(done, metrics, evaluation)
-            if self._saves_after(done):
-                save_checkpoint(self.report.directory.checkpoints, self.state, done)
+        with self.report.console.progress("training", iterations) as advance:
+            advance(self.first_iteration)
+            for iteration in range(self.first_iteration, iterations):
+                self._run_iteration(iteration)
+                advance(1)
         return self.report.finish(seconds=time.perf_counter() - start)
+
+    def _run_iteration(self, iteration: int) -> None:
+        metrics = self._train(iteration)
+        done = iteration + 1
+        evaluation = self._evaluate() if self._evaluates_after(done) else None
+        self.report.iteration(done, metrics, evaluation)
+        if self._saves_after(done):
+            save_checkpoint(self.report.directory.checkpoints, self.state, done)
 
     def _train(self, iteration: int) -> dict[str, Any]:
         prompts = self.experiment.sampler.batch(iteration)
