@@ -45,7 +45,6 @@ def train(recipe: str, overrides: Sequence[str], dry_run: bool = False) -> None:
     trainer = Trainer(experiment, report)
     if config.checkpoint.resume:
         trainer.resume()
-    report.start(trainer.first_iteration)
     trainer.run()
     directory.close()
     platform.destroy_distributed()

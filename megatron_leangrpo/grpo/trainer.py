@@ -57,13 +57,14 @@ class Trainer:
         self.report.console.line(f"resumed after iteration {self.first_iteration}: {checkpoint}")
 
     def run(self) -> dict[str, Any]:
-        """Train to the last iteration; returns the summary."""
+        """Train to the last iteration; returns the summary. A finished run is left as it is."""
         start, iterations = time.perf_counter(), self.config.grpo.iterations
         if self.first_iteration >= iterations:
             self.report.console.line(
                 f"this run has finished its {iterations} iterations; raise grpo.iterations to go on"
             )
             return {}
+        self.report.start(self.first_iteration)
         if self.first_iteration == 0:
             self.report.evaluation(0, self._evaluate())
         with self.report.console.progress("training", iterations) as advance:
