@@ -11,6 +11,7 @@ import queue
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def save_checkpoint(folder: Path, state: TrainingState, iteration: int) -> Path:
         temporary.mkdir(parents=True)
     dist.barrier()
     _use_no_helper_process()
-    with platform.host_mode():
+    with platform.host_mode(), _one_error(RuntimeError, f"checkpoint {final} cannot be written"):
         dist_checkpointing.save(_sharded_state(state, loading=False), str(temporary))
     dist.barrier()
     if platform.is_logging_rank():
@@ -74,14 +75,15 @@ def _use_no_helper_process() -> None:
 
 
 def load_checkpoint(checkpoint: Path, state: TrainingState) -> int:
-    """Load a checkpoint into `state` in place and return its finished iterations (a collective)."""
-    from megatron.core import dist_checkpointing
+    """Load a checkpoint into `state` in place and return its finished iterations (a collective).
 
+    ``ValueError`` where it cannot be read, or is not of this model and these settings.
+    """
     iteration = read_position(checkpoint)
     own_settings = _group_settings(state.optimizer)
     _create_optimizer_state(state.optimizer)
     with platform.host_mode():
-        loaded = dist_checkpointing.load(_sharded_state(state, loading=True), str(checkpoint))
+        loaded = _read(_sharded_state(state, loading=True), checkpoint)
         state.model.load_state_dict(loaded["model"])
         _load_optimizer(state.optimizer, loaded["optimizer"])
         # The run's own settings win over the stored ones (learning rates, betas, epsilon), and of
@@ -95,17 +97,45 @@ def load_checkpoint(checkpoint: Path, state: TrainingState) -> int:
     return iteration
 
 
-def load_weights(checkpoint: Path, model: torch.nn.Module, average: bool) -> None:
-    """Load only the weights of a checkpoint, or their average (a collective)."""
+def _read(sharded_state: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
 
+    what = (
+        f"checkpoint {checkpoint} cannot be read; it is damaged, or of another model or other "
+        "settings (optimizer.ema_decay, optimizer.use_distributed_optimizer)"
+    )
+    with _one_error(ValueError, what):
+        return dist_checkpointing.load(sharded_state, str(checkpoint))
+
+
+@contextmanager
+def _one_error(kind: type[Exception], what: str) -> Iterator[None]:
+    """Turn whatever megatron and torch raise into one line.
+
+    torch raises the failures of all ranks together as a BaseException, which would end a command
+    without a message.
+    """
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        yield
+    except (CheckpointException, Exception) as error:
+        cause: BaseException = error
+        if isinstance(error, CheckpointException):
+            cause = next(iter(error.failures.values()))[0]
+        lines = str(cause).strip().splitlines() or [""]
+        raise kind(f"{what}: {type(cause).__name__} {lines[0]:.200}".rstrip()) from error
+
+
+def load_weights(checkpoint: Path, model: torch.nn.Module, average: bool) -> None:
+    """Load only the weights of a checkpoint, or their average (a collective)."""
     read_position(checkpoint)
     weights = model.sharded_state_dict()
     if average:
         values = {name: p.detach() for name, p in model.named_parameters()}
         weights = _average_shards(weights, values)
     with platform.host_mode():
-        loaded = dist_checkpointing.load({"weights": weights}, str(checkpoint))["weights"]
+        loaded = _read({"weights": weights}, checkpoint)["weights"]
     model.load_state_dict({name: v for name, v in loaded.items() if v is not None}, strict=False)
 
 
