@@ -17,7 +17,7 @@ import torch
 from megatron_leangrpo import platform
 from megatron_leangrpo.config import RunConfig
 from megatron_leangrpo.config_reader import write_config
-from megatron_leangrpo.grpo import commands
+from megatron_leangrpo.grpo import commands, run_report
 from megatron_leangrpo.grpo.experiment import Experiment, build_experiment
 from megatron_leangrpo.grpo.iteration import IterationRunner
 from megatron_leangrpo.grpo.optimization import build_optimization
@@ -177,7 +177,7 @@ def write_recipe(config: RunConfig, folder: Path, name: str = "recipe") -> str:
 
 
 def train_command(recipe: str, overrides: Sequence[str] = (), killed_in: int | None = None) -> None:
-    """`leangrpo train`; the world stays for other tests.
+    """`leangrpo train`, but for its curves; the world stays for other tests.
 
     The run can be killed in the middle of iteration number `killed_in` (from 1).
     """
@@ -191,6 +191,7 @@ def train_command(recipe: str, overrides: Sequence[str] = (), killed_in: int | N
     with (
         mock.patch.object(platform, "destroy_distributed"),
         mock.patch.object(IterationRunner, "run", run_or_die),
+        mock.patch.object(run_report, "save_curves"),
     ):
         try:
             commands.train(recipe, list(overrides))
