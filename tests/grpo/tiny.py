@@ -176,17 +176,22 @@ def write_recipe(config: RunConfig, folder: Path, name: str = "recipe") -> str:
     return str(path)
 
 
-def train_command(recipe: str, overrides: Sequence[str] = (), killed_in: int | None = None) -> None:
+def train_command(
+    recipe: str, overrides: Sequence[str] = (), killed_in: int | None = None
+) -> list[list[tuple[int, str]]]:
     """`leangrpo train`, but for its curves; the world stays for other tests.
 
-    The run can be killed in the middle of iteration number `killed_in` (from 1).
+    The run can be killed in the middle of iteration number `killed_in` (from 1). Returns the id and
+    text of each group of every finished iteration.
     """
-    run = IterationRunner.run
+    run, prompts_used = IterationRunner.run, []
 
-    def run_or_die(self: IterationRunner, iteration: int, *arguments: Any) -> Any:
+    def run_or_die(self: IterationRunner, iteration: int, prompts: Any, *arguments: Any) -> Any:
         if iteration + 1 == killed_in:
             raise Killed
-        return run(self, iteration, *arguments)
+        result = run(self, iteration, prompts, *arguments)
+        prompts_used.append([(prompt.id, prompt.text) for prompt in prompts])
+        return result
 
     with (
         mock.patch.object(platform, "destroy_distributed"),
@@ -198,6 +203,7 @@ def train_command(recipe: str, overrides: Sequence[str] = (), killed_in: int | N
         except Killed:
             # The lock on the run directory goes with the run's objects.
             gc.collect()
+    return prompts_used
 
 
 def metrics_rows(run: str | Path) -> list[dict[str, Any]]:
