@@ -103,7 +103,7 @@ class GrpoConfig:
     rank."""
     micro_batch_size: int = 1
     """Trajectories in one forward; rollout and update use the same micro-batches."""
-    schedule: Literal["replay", "retain"] = "retain"
+    schedule: Literal["replay", "retain", "reweight"] = "retain"
     """How the gradient of the first update is evaluated: all schedules give the same number."""
     updates_per_rollout: int = 1
     """Optimizer steps a rollout; the second and later ones are off-policy and always replayed."""

@@ -56,11 +56,27 @@ class Advantages:
     baseline: Tensor
     denominator: Tensor
 
+    def select(self, indices: Sequence[int]) -> "Advantages":
+        """The advantages of some samples, in the given order."""
+        rows = torch.as_tensor(indices)
+        return Advantages(
+            self.values[rows],
+            self.rewards[:, rows],
+            self.baseline[:, rows],
+            self.denominator[:, rows],
+        )
+
 
 def needs_all_groups(convention: str, combination: str = "reward_sum") -> bool:
     """Whether the advantages of one group depend on the rewards of others."""
     rule = _convention(convention)
     return combination == "gdpo" or "global" in (rule.baseline, rule.std)
+
+
+def mean_is_final_early(convention: str, combination: str = "reward_sum") -> bool:
+    """Whether a complete group lacks only a std, the same for all groups, for its advantages."""
+    rule = _convention(convention)
+    return combination == "reward_sum" and (rule.baseline, rule.std) == ("group", "global")
 
 
 def finite_groups(rewards: Tensor, group_ids: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from megatron_leangrpo.config import RunConfig
 from megatron_leangrpo.grpo.architecture import Architecture, resolve_architecture
-from megatron_leangrpo.grpo.experiment import objective_config
+from megatron_leangrpo.grpo.experiment import check_schedule, objective_config
 from megatron_leangrpo.grpo.inputs import latent_geometry, read_prompts
 from megatron_leangrpo.grpo.placement import check_placement
 from megatron_leangrpo.grpo.rollout import RolloutSettings
@@ -54,6 +54,7 @@ def check_and_describe(config: RunConfig, console: Console, world_size: int | No
     shape, grid = latent_geometry(config, architecture)
     settings = RolloutSettings.from_config(config.sampling, shape, config.seed)
     objective_config(config)
+    check_schedule(grpo.schedule, grpo)
     prompts, _ = read_prompts(config)
     build_reward(config.reward.weights, config.reward.failure_policy)
     facts = {
@@ -127,7 +128,11 @@ def _describe_schedule(config: RunConfig, trained: int) -> str:
     replay = steps + (3 + recomputed) * trained
     text = config.grpo.schedule
     if text != "replay":
-        text += f", at most {replay / (replay - trained / updates):.2f} times replay's speed"
+        saved = trained / updates
+        if text == "reweight" and config.grpo.kl_beta > 0:
+            # The KL term needs a backward of its own.
+            saved -= 2 * trained / updates
+        text += f", at most {replay / (replay - saved):.2f} times replay's speed"
     if updates > 1:
         text += f"; only the first of {updates} updates is on-policy, the others are replayed"
     return text

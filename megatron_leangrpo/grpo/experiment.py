@@ -10,9 +10,10 @@ from megatron_leangrpo import platform
 from megatron_leangrpo.codecs.base import LatentCodec
 from megatron_leangrpo.conditioning.encoders import Conditioning
 from megatron_leangrpo.conditioning.prompts import Prompt, PromptSampler
-from megatron_leangrpo.config import RunConfig
+from megatron_leangrpo.config import GrpoConfig, RunConfig
 from megatron_leangrpo.grpo.architecture import DTYPES, Architecture, resolve_architecture
 from megatron_leangrpo.grpo.evaluation import Evaluator
+from megatron_leangrpo.grpo.gradient_buffers import GradientBuffers
 from megatron_leangrpo.grpo.inputs import (
     build_codec,
     build_encoder,
@@ -58,7 +59,10 @@ class Experiment:
 
     def runner(self, schedule: str) -> IterationRunner:
         """Return an iteration runner that uses the named schedule."""
-        built = SCHEDULES[schedule](self.policy, self.objective, self.reference)
+        check_schedule(schedule, self.config.grpo)
+        built = SCHEDULES[schedule](
+            self.policy, self.objective, self.reference, GradientBuffers(self.model)
+        )
         return IterationRunner(
             self.model,
             self.policy,
@@ -132,3 +136,13 @@ def objective_config(config: RunConfig) -> Objective:
     )
     objective.check_kernel(config.sampling.kernel)
     return objective
+
+
+def check_schedule(name: str, grpo: GrpoConfig) -> None:
+    """Raise ``ValueError`` where a schedule and the batch cannot hold together."""
+    if name == "reweight" and grpo.micro_batch_size != 1:
+        raise ValueError(
+            f"grpo.micro_batch_size = {grpo.micro_batch_size}: the schedule reweight needs 1, "
+            "because a sum of gradients with several advantages cannot be weighed afterwards; "
+            "or use grpo.schedule = retain or replay"
+        )

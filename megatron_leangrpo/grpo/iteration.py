@@ -9,13 +9,18 @@ Collectives over the data-parallel ranks happen once a wave (rewards) and once a
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from megatron_leangrpo import platform
 from megatron_leangrpo.conditioning.prompts import Prompt
 from megatron_leangrpo.config import GrpoConfig
-from megatron_leangrpo.grpo.advantages import needs_all_groups
+from megatron_leangrpo.grpo.advantages import (
+    Advantages,
+    mean_is_final_early,
+    needs_all_groups,
+)
 from megatron_leangrpo.grpo.optimization import reduce_gradients, zero_gradients
 from megatron_leangrpo.grpo.placement import Group, Placement, Wave, place
 from megatron_leangrpo.grpo.policy import Policy
@@ -30,7 +35,7 @@ from megatron_leangrpo.grpo.trajectory import WaveTrajectory
 
 @dataclass
 class IterationResult:
-    """What an iteration measured, and the images of the rank's first wave for a look."""
+    """What an iteration measured."""
 
     metrics: dict[str, float]
     groups: list[Group]
@@ -102,20 +107,25 @@ class IterationRunner:
         pending: list[WaveTrajectory] = []
         stats = UpdateStats()
         zero_gradients(self.model)
+        trajectories = len(groups) * self.config.group_size // self.config.updates_per_rollout
+        scale = 1 / (trajectories * self.settings.selector.num_trained(iteration))
+        for schedule in (self.schedule, self.replay):
+            schedule.begin(scale)
         for wave in placement.waves:
-            trajectory = self._roll_out(wave, groups, iteration, timer)
+            trajectory = self._roll_out(wave, groups, iteration, timer, stats)
             with timer.phase("reward"):
                 table.add_wave(wave, self.scorer(trajectory, groups))
             pending.append(trajectory)
             with timer.phase("update"):
-                self._train_ready(pending, placement, wave.index, table, iteration, stats)
+                self._train_ready(pending, placement, table, stats)
             self.on_wave(wave)
         with timer.phase("update"):
+            self.schedule.finish()
             result.updates.append(self._finish_update(stats, apply_update))
             if apply_update is not None:
                 for minibatch in range(1, self.config.updates_per_rollout):
                     result.updates.append(
-                        self._replay_update(minibatch, pending, table, iteration, apply_update)
+                        self._replay_update(minibatch, pending, table, apply_update)
                     )
         result.metrics = {**self._reward_metrics(table), **result.updates[0], **timer.metrics()}
         for name, pick in (("ratio_min", min), ("ratio_max", max)):
@@ -123,47 +133,60 @@ class IterationRunner:
         return result
 
     def _roll_out(
-        self, wave: Wave, groups: list[Group], iteration: int, timer: PhaseTimer
+        self,
+        wave: Wave,
+        groups: list[Group],
+        iteration: int,
+        timer: PhaseTimer,
+        stats: UpdateStats,
     ) -> WaveTrajectory:
-        keeps_graph = self.schedule.keeps_graph and wave.minibatch == 0
+        on_step = None
+        if wave.minibatch == 0 and self.schedule.keeps_graph:
+            on_step = partial(self.schedule.step_drawn, stats=stats)
         with timer.phase("rollout"):
             conditioning = self.encode([groups[slot.group].prompt.text for slot in wave.slots])
-            return roll_out_wave(
-                self.policy, self.settings, wave, conditioning, iteration, keeps_graph
-            )
+            return roll_out_wave(self.policy, self.settings, wave, conditioning, iteration, on_step)
 
     def _train_ready(
         self,
         pending: list[WaveTrajectory],
         placement: Placement,
-        after: int,
         table: RewardTable,
-        iteration: int,
         stats: UpdateStats,
     ) -> None:
-        """Run the backwards of the first mini-batch's waves whose groups are complete."""
-        last = placement.waves[-1].index
-        if needs_all_groups(self.config.advantage, self.config.reward_combination) and after < last:
+        """Train the first mini-batch's waves whose advantages are known after the newest wave."""
+        newest, config = pending[-1].wave, self.config
+        advantages = self._advantages(table)
+        if newest.minibatch == 0:
+            terms = table.terms(self.scorer.weights, config.reward_combination)
+            own = [table.index(slot) for slot in newest.slots]
+            self.schedule.wave_rewarded(pending[-1], terms[:, own])
+        ready = [
+            t for t in pending if t.wave.minibatch == 0 and placement.ready(t.wave, newest.index)
+        ]
+        waits = needs_all_groups(config.advantage, config.reward_combination)
+        if waits and newest is not placement.waves[-1]:
+            if mean_is_final_early(config.advantage, config.reward_combination):
+                for slot in (slot for t in ready for slot in t.wave.slots):
+                    known = advantages.select([table.index(slot)])
+                    self.schedule.group_complete(slot.group, known)
             return
-        for trajectory in list(pending):
-            wave = trajectory.wave
-            if wave.minibatch == 0 and placement.ready(wave, after):
-                pending.remove(trajectory)
-                self._backward(self.schedule, trajectory, table, iteration, stats)
+        for trajectory in ready:
+            pending.remove(trajectory)
+            self._backward(self.schedule, trajectory, table, advantages, stats)
 
     def _replay_update(
         self,
         minibatch: int,
         pending: list[WaveTrajectory],
         table: RewardTable,
-        iteration: int,
         apply_update: Callable[[], dict[str, float]],
     ) -> dict[str, float]:
         """Train an off-policy mini-batch with the true ratio and clip."""
         zero_gradients(self.model)
-        stats = UpdateStats()
+        stats, advantages = UpdateStats(), self._advantages(table)
         for trajectory in [t for t in pending if t.wave.minibatch == minibatch]:
-            self._backward(self.replay, trajectory, table, iteration, stats)
+            self._backward(self.replay, trajectory, table, advantages, stats)
         return self._finish_update(stats, apply_update)
 
     def _backward(
@@ -171,19 +194,15 @@ class IterationRunner:
         schedule: Schedule,
         trajectory: WaveTrajectory,
         table: RewardTable,
-        iteration: int,
+        advantages: Advantages,
         stats: UpdateStats,
     ) -> None:
-        groups, members = table.rewarded.shape
-        trajectories = groups * members // self.config.updates_per_rollout
-        steps = self.settings.selector.num_trained(iteration)
-        advantages = table.advantages(
-            self.scorer.weights, self.config.advantage, self.config.reward_combination
-        )
-        slots = trajectory.wave.slots
-        own = torch.stack([advantages[slot.group, slot.member] for slot in slots])
-        scale = 1 / (trajectories * steps)
-        schedule.backward(trajectory, own.to(platform.device()), scale, stats)
+        own = advantages.select([table.index(slot) for slot in trajectory.wave.slots])
+        schedule.backward(trajectory, own, stats)
+
+    def _advantages(self, table: RewardTable) -> Advantages:
+        config = self.config
+        return table.advantages(self.scorer.weights, config.advantage, config.reward_combination)
 
     def _finish_update(
         self, stats: UpdateStats, apply_update: Callable[[], dict[str, float]] | None

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_leangrpo import platform
-from megatron_leangrpo.grpo.advantages import combine_advantages
-from megatron_leangrpo.grpo.placement import Wave
+from megatron_leangrpo.grpo.advantages import Advantages, combine_advantages
+from megatron_leangrpo.grpo.placement import Slot, Wave
 
 
 class RewardTable:
@@ -50,13 +50,19 @@ class RewardTable:
         """Mean of one reward over the groups that were not dropped."""
         return self.values[~self.dropped][..., self.names.index(name)].mean().item()
 
-    def advantages(
-        self, weights: Sequence[float], convention: str, combination: str
-    ) -> torch.Tensor:
-        """Advantages `[groups, members]`; 0 where a group is incomplete or dropped."""
+    def advantages(self, weights: Sequence[float], convention: str, combination: str) -> Advantages:
+        """Advantages of all samples, group by group; 0 where a group is incomplete or dropped."""
         groups, members, rewards = self.values.shape
         ids = torch.arange(groups).repeat_interleave(members)
         keep = (self.rewarded.all(dim=1) & ~self.dropped).repeat_interleave(members)
         rows = self.values.reshape(groups * members, rewards).T
-        result = combine_advantages(rows, weights, ids, convention, combination, keep)
-        return result.values.reshape(groups, members)
+        return combine_advantages(rows, weights, ids, convention, combination, keep)
+
+    def terms(self, weights: Sequence[float], combination: str) -> torch.Tensor:
+        """The rewards `[k, samples]` that advantages are affine in: their sum, or each of them."""
+        rows = self.total(weights)[..., None] if combination == "reward_sum" else self.values
+        return rows.flatten(0, 1).T
+
+    def index(self, slot: Slot) -> int:
+        """Where a slot's sample stands in `advantages`."""
+        return slot.group * self.values.shape[1] + slot.member

@@ -1,6 +1,7 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """The rollout of one wave: noise by sample, the sampling loop, and what the update will need."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -79,9 +80,12 @@ def roll_out_wave(
     wave: Wave,
     conditioning: Conditioning,
     iteration: int,
-    keeps_graph: bool,
+    on_step: Callable[[WaveTrajectory, TrainedStep], None] | None = None,
 ) -> WaveTrajectory:
-    """Sample the trajectories of a wave; graphs of the trained steps are kept on request."""
+    """Sample the trajectories of a wave.
+
+    With `on_step` the trained steps are recorded by autograd and handed to it as they are drawn.
+    """
     plans = [
         settings.selector.plan(settings.seed, iteration, slot.prompt_id, slot.member)
         for slot in wave.slots
@@ -95,7 +99,7 @@ def roll_out_wave(
     def noise(step: int) -> torch.Tensor:
         return step_noise_batch(settings.seed, iteration, samples, step, shape, dtype).to(device)
 
-    recorder = _Recorder(WaveTrajectory(wave, conditioning), settings, plans, keeps_graph, device)
+    recorder = _Recorder(WaveTrajectory(wave, conditioning), settings, plans, on_step, device)
     recorder.trajectory.latents = rollout(
         lambda x, timestep: policy(x, timestep, conditioning),
         x,
@@ -117,11 +121,11 @@ class _Recorder:
     trajectory: WaveTrajectory
     settings: RolloutSettings
     plans: list[StepPlan]
-    graphs: bool
+    on_step: Callable[[WaveTrajectory, TrainedStep], None] | None
     device: torch.device
 
     def keeps_graph(self, step: int) -> bool:
-        return self.graphs and any(step in plan.trained for plan in self.plans)
+        return self.on_step is not None and any(step in plan.trained for plan in self.plans)
 
     def record(self, step, velocity, x, x_next, log_prob) -> None:
         trained = [step in plan.trained for plan in self.plans]
@@ -132,14 +136,15 @@ class _Recorder:
         coefficients = step_coefficients(
             settings.kernel, settings.level, settings.schedule.sigmas, step, stochastic
         ).to(self.device)
-        self.trajectory.steps.append(
-            TrainedStep(
-                timestep=settings.schedule.timesteps[step].to(x).expand(x.shape[0]),
-                coefficients=coefficients,
-                x=x,
-                x_next=x_next,
-                old_log_prob=log_prob,
-                trained=torch.tensor(trained, device=self.device),
-                velocity=velocity,
-            )
+        trained_step = TrainedStep(
+            timestep=settings.schedule.timesteps[step].to(x).expand(x.shape[0]),
+            coefficients=coefficients,
+            x=x,
+            x_next=x_next,
+            old_log_prob=log_prob,
+            trained=torch.tensor(trained, device=self.device),
+            velocity=velocity,
         )
+        self.trajectory.steps.append(trained_step)
+        if self.on_step is not None:
+            self.on_step(self.trajectory, trained_step)

@@ -4,9 +4,10 @@
 from megatron_leangrpo.grpo.schedules.base import Schedule
 from megatron_leangrpo.grpo.schedules.replay import ReplaySchedule
 from megatron_leangrpo.grpo.schedules.retain import RetainSchedule
+from megatron_leangrpo.grpo.schedules.reweight import ReweightSchedule
 
 SCHEDULES: dict[str, type[Schedule]] = {
-    schedule.name: schedule for schedule in (ReplaySchedule, RetainSchedule)
+    schedule.name: schedule for schedule in (ReplaySchedule, RetainSchedule, ReweightSchedule)
 }
 
-__all__ = ["SCHEDULES", "ReplaySchedule", "RetainSchedule", "Schedule"]
+__all__ = ["SCHEDULES", "ReplaySchedule", "RetainSchedule", "ReweightSchedule", "Schedule"]

@@ -6,11 +6,11 @@ What DanceGRPO and Flow-GRPO do, and the only schedule that is right off-policy.
 
 import torch
 
-from megatron_leangrpo.grpo.schedules.base import Schedule
+from megatron_leangrpo.grpo.schedules.base import DeferredSchedule
 from megatron_leangrpo.grpo.trajectory import TrainedStep, WaveTrajectory
 
 
-class ReplaySchedule(Schedule):
+class ReplaySchedule(DeferredSchedule):
     """N + 3T forward-equivalents a sample; one step's activations at a time."""
 
     name = "replay"

@@ -3,11 +3,11 @@
 
 import torch
 
-from megatron_leangrpo.grpo.schedules.base import Schedule
+from megatron_leangrpo.grpo.schedules.base import DeferredSchedule
 from megatron_leangrpo.grpo.trajectory import TrainedStep, WaveTrajectory
 
 
-class RetainSchedule(Schedule):
+class RetainSchedule(DeferredSchedule):
     """N + 2T forward-equivalents a sample; T steps' activations of every trajectory in flight."""
 
     name = "retain"
