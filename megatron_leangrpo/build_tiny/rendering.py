@@ -67,13 +67,13 @@ def digit_task() -> TinyTask:
     """Flow-GRPO's text rendering task in small."""
     prompts = [f"the number {digit}" for digit in range(10)]
     metadata = [{"target": str(digit)} for digit in range(10)]
-    return TinyTask("digits", prompts, metadata, draw_digit, vae_steps=300, flux_steps=250)
+    return TinyTask("digits", prompts, metadata, draw_digit, vae_steps=300, flux_steps=225)
 
 
 def shape_task() -> TinyTask:
     """Colours and shapes: needs no package beyond torch to be judged."""
     metadata = [{"color": c, "shape": s} for c in COLORS for s in SHAPES]
-    return TinyTask("shapes", shape_prompts(), metadata, draw_shape, vae_steps=400, flux_steps=500)
+    return TinyTask("shapes", shape_prompts(), metadata, draw_shape, vae_steps=400, flux_steps=150)
 
 
 TASKS: dict[str, Callable[[], TinyTask]] = {"digits": digit_task, "shapes": shape_task}

@@ -10,7 +10,7 @@ COLORS: dict[str, tuple[float, float, float]] = {
     "blue": (0.15, 0.30, 0.88),
     "yellow": (0.93, 0.82, 0.12),
     "purple": (0.58, 0.18, 0.72),
-    "orange": (0.96, 0.52, 0.10),
+    "pink": (0.96, 0.45, 0.70),
 }
 SHAPES = ("circle", "square", "triangle", "cross")
 
