@@ -43,7 +43,8 @@ def recipe(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("recipe")
     config = tiny.tiny_config(
         tiny.write_prompts(folder, count=5),
-        grpo={"iterations": 4, "updates_per_rollout": 2, "micro_batch_size": 3},
+        sampling={"num_steps": 3},
+        grpo={"iterations": 4, "updates_per_rollout": 2},
         optimizer={
             "lr_warmup_updates": 2,
             "lr_decay_style": "cosine",
@@ -77,6 +78,19 @@ def train(run_ranks, recipe) -> Callable[..., Path]:
 def straight(train, tmp_path_factory) -> Callable[[str], Path]:
     """An undisturbed run in a layout; do not change it."""
     return functools.cache(lambda layout: train(layout, tmp_path_factory.mktemp("run") / "run"))
+
+
+@pytest.fixture(scope="module")
+def killed(train, tmp_path_factory) -> Callable[[str, Path], Path]:
+    """A copy of a run in a layout that was killed in iteration 4, two after its checkpoint."""
+
+    @functools.cache
+    def run(layout: str) -> Path:
+        folder = train(layout, tmp_path_factory.mktemp("killed") / "run", killed_in=4)
+        assert [row["iteration"] for row in tiny.metrics_rows(folder)] == [1, 2, 3]
+        return folder
+
+    return lambda layout, copy: Path(shutil.copytree(run(layout), copy))
 
 
 def tensors_of(run: Path, step: int) -> dict[str, torch.Tensor]:
@@ -122,20 +136,17 @@ def assert_bitwise_equal(run: Path, straight: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_killed_run_resumes_bit_for_bit(train, straight, tmp_path, layout):
-    """Killed in iteration 4: iteration 3 is in the metrics but not in a checkpoint."""
-    run = train(layout, tmp_path / "run", killed_in=4)
-    assert [row["iteration"] for row in tiny.metrics_rows(run)] == [1, 2, 3]
-    train(layout, run, RESUME)
+def test_a_killed_run_resumes_bit_for_bit(train, straight, killed, tmp_path, layout):
+    """Its iteration 3 is in the metrics but not in a checkpoint."""
+    run = train(layout, killed(layout, tmp_path / "run"), RESUME)
     assert_bitwise_equal(run, straight(layout))
 
 
 @pytest.mark.parametrize(
     ("before", "after"), [("tp 2", "alone"), ("alone", "tp 2"), ("dp 2", "alone")]
 )
-def test_a_run_resumes_in_another_layout(train, straight, tmp_path, before, after):
-    run = train(before, tmp_path / "run", killed_in=3)
-    train(after, run, RESUME)
+def test_a_run_resumes_in_another_layout(train, straight, killed, tmp_path, before, after):
+    run = train(after, killed(before, tmp_path / "run"), RESUME)
     platform.initialize_distributed()
     assert tiny.worst(final_weights(run), final_weights(straight("alone")))[0] < BETWEEN_LAYOUTS
     platform.destroy_distributed()
@@ -216,7 +227,7 @@ def test_pictures_of_a_checkpoint_are_those_of_the_evaluation(recipe, straight, 
     capsys.readouterr()
     commands.sample(recipe, [f"--output={average}"], checkpoint=str(run))
     assert f"evaluation after iteration 4: reward {expected:.3f}" in capsys.readouterr().out
-    assert len(list((average / "samples").glob("*.png"))) == 4 + 1
+    assert len(list((average / "samples").glob("*.png"))) == 2 + 1
     # The newest one of a run, or any by name; without an average the live weights.
     first = run / "checkpoints" / "step_000002"
     no_average = [f"--output={live}", "--optimizer.ema_decay=0"]

@@ -204,8 +204,11 @@ class Oracle:
         with torch.no_grad():
             self._roll_out(model)
         self.rewards = self._score()
-        clip = self.config.grpo.adv_clip
-        self.advantages = advantages(self.rewards, self.config.grpo.advantage)
+        self.use_convention(self.config.grpo.advantage)
+
+    def use_convention(self, name: str) -> None:
+        """Weigh the same rollout by another advantage convention."""
+        self.advantages, clip = advantages(self.rewards, name), self.config.grpo.adv_clip
         if clip is not None:
             self.advantages = self.advantages.clip(-clip, clip)
 

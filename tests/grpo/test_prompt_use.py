@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from megatron_leangrpo import platform
+from megatron_leangrpo.conditioning.prompts import PromptSampler
 from megatron_leangrpo.grpo import commands
+from megatron_leangrpo.grpo.inputs import read_prompts
 from megatron_leangrpo.grpo.placement import Group, place
 from tests.grpo import tiny
 
@@ -46,15 +48,20 @@ def recipes(tmp_path_factory) -> dict[str, str]:
     return paths
 
 
+def sampler_of(recipe: str) -> PromptSampler:
+    config, _ = commands.load(recipe, [])
+    prompts, _ = read_prompts(config)
+    return PromptSampler(prompts, config.grpo.prompts_per_iteration, config.seed)
+
+
 def line_of(prompt_id: int, name: str) -> int:
     """The line of the file that a draw of a prompt comes from."""
     return prompt_id % len(FILES[name])
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_line_is_used_equally_often_and_each_draw_is_a_group(single_process, recipes, name):
-    config, _ = commands.load(recipes[name], [])
-    sampler = tiny.start(config).sampler
+def test_every_line_is_used_equally_often_and_each_draw_is_a_group(recipes, name):
+    sampler = sampler_of(recipes[name])
     uses: Counter[int] = Counter(dict.fromkeys(range(len(FILES[name])), 0))
     for iteration in range(ITERATIONS):
         batch = sampler.batch(iteration)
@@ -69,10 +76,8 @@ def test_every_line_is_used_equally_often_and_each_draw_is_a_group(single_proces
 @pytest.mark.parametrize("placement", ["spread", "local"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("name", ["p3", "p8_of_3"])
-def test_ranks_share_the_same_groups_whatever_their_number(
-    single_process, recipes, name, world, placement
-):
-    sampler = tiny.start(commands.load(recipes[name], [])[0]).sampler
+def test_ranks_share_the_same_groups_whatever_their_number(recipes, name, world, placement):
+    sampler = sampler_of(recipes[name])
     for iteration in range(ITERATIONS):
         groups = [Group(i, prompt) for i, prompt in enumerate(sampler.batch(iteration))]
         slots = [
@@ -125,8 +130,7 @@ def test_groups_of_the_same_text_have_noise_of_their_own(single_process, recipes
     assert len(distinct) == PER_ITERATION * GROUP_SIZE
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("name", ["p3", "p8_of_3"])
+@pytest.mark.parametrize(("name", "world"), [("p3", 1), ("p8_of_3", 2)])
 def test_a_resumed_run_goes_on_with_the_same_prompts(run_ranks, recipes, tmp_path, name, world):
     def train(folder: Path, *options: str, killed_in: int | None = None):
         arguments = (recipes[name], [f"--output={folder}", *options], killed_in)
@@ -138,10 +142,7 @@ def test_a_resumed_run_goes_on_with_the_same_prompts(run_ranks, recipes, tmp_pat
         assert all(other == first for other in others)
         return first
 
-    config, _ = commands.load(recipes[name], [])
-    sampler = tiny.start(config).sampler
-    batches = [sampler.batch(iteration) for iteration in range(ITERATIONS)]
-    platform.destroy_distributed()
+    batches = [sampler_of(recipes[name]).batch(iteration) for iteration in range(ITERATIONS)]
     expected = [[(prompt.id, prompt.text) for prompt in batch] for batch in batches]
     run = tmp_path / "run"
     before = train(run, killed_in=5)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,8 +15,6 @@ from megatron_leangrpo.grpo.experiment import Experiment
 from megatron_leangrpo.grpo.objective import KL_FORMS
 from megatron_leangrpo.grpo.optimization import build_optimization
 from megatron_leangrpo.grpo.placement import Group
-from megatron_leangrpo.grpo.rollout import roll_out_wave
-from megatron_leangrpo.grpo.stats import UpdateStats
 from megatron_leangrpo.models.flux.weight_map import export_diffusers_gradients
 from tests.grpo import tiny
 from tests.grpo.oracle import Oracle
@@ -81,26 +79,24 @@ def members_of(experiment: Experiment, minibatch: int) -> set[tuple[int, int]]:
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory) -> str:
-    return tiny.write_prompts(tmp_path_factory.mktemp("prompts"))
-
-
-def _clip_that_bites(experiment: Experiment, weights: tiny.Tensors, updated: tiny.Tensors) -> float:
-    """Half of the largest distance of a ratio from 1: some are clipped and some are not."""
-    facts = Oracle(experiment, weights).gradient(updated, members_of(experiment, 1))[1]
-    return max(facts["ratio_max"] - 1, 1 - facts["ratio_min"]) / 2
+def prompts(tmp_path_factory) -> Iterator[str]:
+    """A prompt file; tests of one process share a world."""
+    yield tiny.write_prompts(tmp_path_factory.mktemp("prompts"))
+    platform.destroy_distributed()
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_the_second_update_replays_with_the_true_ratio_and_clip(single_process, prompts, name):
-    first = gradient_steps(tiny.start(config_of(prompts, **OBJECTIVES[name])))
-    start, updated = first[0]["weights"], first[1]["weights"]
+def test_the_second_update_replays_with_the_true_ratio_and_clip(prompts, name):
     probe = tiny.start(config_of(prompts, **OBJECTIVES[name]))
-    clip_range = _clip_that_bites(probe, start, updated)
+    start, updated = (update["weights"] for update in gradient_steps(probe))
+    oracle, second = Oracle(probe, start), members_of(probe, 1)
+    _, facts = oracle.gradient(updated, second)
+    # Half of the largest distance of a ratio from 1: some are clipped and some are not.
+    clip_range = max(facts["ratio_max"] - 1, 1 - facts["ratio_min"]) / 2
 
     experiment = tiny.start(config_of(prompts, clip_range, **OBJECTIVES[name]))
+    oracle.config = experiment.config
     updates = gradient_steps(experiment)
-    oracle = Oracle(experiment, start)
     for minibatch, update in enumerate(updates):
         assert tiny.worst(update["weights"], (start, updated)[minibatch])[0] == 0
         expected, facts = oracle.gradient(update["weights"], members_of(experiment, minibatch))
@@ -120,9 +116,7 @@ def _two_updates(prompts: str, sections: dict[str, dict[str, Any]]) -> list[dict
 @pytest.fixture(scope="module")
 def alone(prompts) -> list[dict[str, Any]]:
     """Two updates of one rollout in one process."""
-    updates = _two_updates(prompts, {"grpo": {"schedule": "replay"}})
-    platform.destroy_distributed()
-    return updates
+    return _two_updates(prompts, {"grpo": {"schedule": "replay"}})
 
 
 @pytest.mark.parametrize(
@@ -161,14 +155,10 @@ def _adam(sharded: bool, parallel: dict[str, Any] | None = None) -> dict[str, di
 @pytest.fixture(scope="module")
 def adam_alone(prompts) -> list[tiny.Tensors]:
     """Weights after each of six updates in one process."""
-    history = _weights_after_each_update(prompts, _adam(sharded=True))
-    platform.destroy_distributed()
-    return history
+    return _weights_after_each_update(prompts, _adam(sharded=True))
 
 
-def test_the_distributed_optimizer_is_the_plain_one_in_one_process(
-    single_process, prompts, adam_alone
-):
+def test_the_distributed_optimizer_is_the_plain_one_in_one_process(prompts, adam_alone):
     plain = _weights_after_each_update(prompts, _adam(sharded=False))
     for own, expected in zip(plain, adam_alone, strict=True):
         assert tiny.worst(own, expected)[0] < WEIGHT_TOLERANCE
@@ -188,19 +178,23 @@ def test_ranks_hold_identical_weights_after_every_update_and_those_of_one_proces
         assert error < WEIGHT_TOLERANCE, name
 
 
+def _two_iterations(prompts: str, **grpo: Any) -> tuple[Experiment, list[dict[str, Any]]]:
+    experiment = tiny.start(config_of(prompts, grpo={"updates_per_rollout": 1, **grpo}))
+    return experiment, gradient_steps(experiment, iterations=2)
+
+
+@pytest.fixture(scope="module")
+def without_kl(prompts) -> list[dict[str, Any]]:
+    return _two_iterations(prompts)[1]
+
+
 @pytest.mark.parametrize("schedule", ["replay", "retain"])
 @pytest.mark.parametrize("form", KL_FORMS)
 def test_each_kl_form_adds_nothing_at_the_start_and_the_published_term_later(
-    single_process, prompts, form, schedule
+    prompts, without_kl, form, schedule
 ):
-    def steps(beta: float) -> tuple[Experiment, list[dict[str, Any]]]:
-        grpo = {"updates_per_rollout": 1, "schedule": schedule, "kl_form": form, "kl_beta": beta}
-        experiment = tiny.start(config_of(prompts, grpo=grpo))
-        return experiment, gradient_steps(experiment, iterations=2)
-
-    experiment, updates = steps(beta=0.5)
-    _, without = steps(beta=0.0)
-    assert tiny.worst(updates[0]["gradients"], without[0]["gradients"])[0] == 0
+    experiment, updates = _two_iterations(prompts, schedule=schedule, kl_form=form, kl_beta=0.5)
+    assert tiny.worst(updates[0]["gradients"], without_kl[0]["gradients"])[0] == 0
     assert updates[0]["metrics"]["kl"] == 0
 
     start, now = updates[0]["weights"], updates[1]["weights"]
@@ -208,34 +202,24 @@ def test_each_kl_form_adds_nothing_at_the_start_and_the_published_term_later(
     error, name = tiny.worst(updates[1]["gradients"], oracle.gradient(now, reference=start)[0])
     assert error < TOLERANCE, name
     assert updates[1]["metrics"]["kl"] > 0
-    assert tiny.worst(updates[1]["gradients"], without[1]["gradients"])[0] > 1e-3
-
-
-def _use_a_graph_after_an_update(config: RunConfig) -> Callable[[], None]:
-    """Roll out with graphs, take an optimizer step, and return the backward that is now wrong."""
-    experiment = tiny.start(config)
-    optimization = build_optimization(experiment.model, config.optimizer, 4)
-    runner = experiment.runner("retain")
-    groups = [Group(i, prompt) for i, prompt in enumerate(experiment.sampler.batch(0))]
-    wave = runner.place(groups, 0).waves[0]
-    conditioning = experiment.encode([groups[slot.group].prompt.text for slot in wave.slots])
-    trajectory = roll_out_wave(experiment.policy, experiment.settings, wave, conditioning, 0, True)
-    runner.run(1, experiment.sampler.batch(1), lambda: dict(zip("nl", optimization.step())))
-    advantages = torch.linspace(-1, 1, len(wave.slots), dtype=torch.float64)
-    return lambda: runner.schedule.backward(trajectory, advantages, 1.0, UpdateStats())
+    assert tiny.worst(updates[1]["gradients"], without_kl[1]["gradients"])[0] > 1e-3
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_graph_kept_over_an_optimizer_step_raises(single_process, prompts, dtype, recompute):
+def test_a_graph_kept_over_an_optimizer_step_raises(prompts, dtype, recompute):
     """In bfloat16 megatron copies new weights behind autograd's back: it needs our help there."""
-    config = tiny.tiny_config(prompts, model={"dtype": dtype, "recompute_granularity": recompute})
-    backward = _use_a_graph_after_an_update(config)
+    model = {"dtype": dtype, "recompute_granularity": recompute}
+    experiment = tiny.start(tiny.tiny_config(prompts, model=model))
+    conditioning = experiment.encode([experiment.prompts[0].text])
+    latents = torch.ones(1, *experiment.settings.latent_shape)
+    velocity = experiment.policy(latents, torch.ones(1), conditioning)
+    tiny.train(experiment, 1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        backward()
+        velocity.sum().backward()
 
 
-def test_float64_training_is_refused_by_name(single_process, prompts):
+def test_float64_training_is_refused_by_name(prompts):
     experiment = tiny.start(tiny.tiny_config(prompts, model={"dtype": "float64"}))
     with pytest.raises(ValueError, match=r"model\.dtype = float64.*float32"):
         build_optimization(experiment.model, experiment.config.optimizer, 1)

@@ -81,7 +81,13 @@ _SECTIONS: dict[str, dict[str, Any]] = {
     "grpo": {"iterations": 4, "prompts_per_iteration": 2, "group_size": 4, "micro_batch_size": 4},
     "reward": {"weights": {SMOOTH: 1.0}},
     "optimizer": {"lr": 1e-3},
-    "evaluation": {"interval": 0, "num_steps": 2, "samples_per_prompt": 1, "grid_images": 4},
+    "evaluation": {
+        "interval": 0,
+        "num_steps": 2,
+        "samples_per_prompt": 1,
+        "max_prompts": 2,
+        "grid_images": 2,
+    },
     "checkpoint": {"interval": -1},
 }
 
@@ -118,6 +124,12 @@ def start(config: RunConfig) -> Experiment:
     if platform.dp_group() is None or platform.tp_size() != size:
         platform.initialize_distributed(size)
     return build_experiment(config)
+
+
+def change_grpo(experiment: Experiment, **changes: Any) -> None:
+    """Change settings that the next runner of an experiment reads."""
+    grpo = dataclasses.replace(experiment.config.grpo, **changes)
+    experiment.config = dataclasses.replace(experiment.config, grpo=grpo)
 
 
 def first_gradient(experiment: Experiment, schedule: str) -> tuple[Tensors, dict[str, float]]:
