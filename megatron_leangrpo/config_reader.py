@@ -5,8 +5,10 @@ A recipe may start from another one (``extends: flux_tiny``) and may name an opt
 needs and the recipe to run without it (``requires: ocr``, ``otherwise: flux_tiny_shapes``).
 """
 
+import argparse
 import dataclasses
 import difflib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,11 +69,19 @@ def read_config(recipe: Recipe, overrides: list[str]) -> RunConfig:
 
     _check_keys(_override_keys(overrides), "command line")
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(prog=f"leangrpo ... {recipe.name}", exit_on_error=False)
+    parser = ArgumentParser(
+        prog="leangrpo",
+        usage=argparse.SUPPRESS,
+        description=f"Settings of {recipe.name}, each with its value there as the default.",
+        exit_on_error=False,
+    )
     parser.add_argument("--config", action="config", help="Another YAML file on top of the recipe.")
     parser.add_class_arguments(RunConfig, None)
     layers = [f"--config={yaml.safe_dump(layer)}" for layer in recipe.layers]
     try:
+        if "--help" in overrides:
+            values = parser.parse_args(layers)
+            parser.set_defaults({key: values[key] for key in _leaves()})
         parsed = parser.instantiate(parser.parse_args([*layers, *overrides]))
     except Exception as error:  # jsonargparse wraps every bad value in several error classes
         raise ValueError(_one_line(error)) from error
@@ -117,12 +127,18 @@ def known_keys() -> set[str]:
     return keys
 
 
+def _leaves() -> list[str]:
+    known = known_keys()
+    return [key for key in known if not any(other.startswith(f"{key}.") for other in known)]
+
+
 def _check_keys(keys: list[str], where: str) -> None:
     known = known_keys()
     for key in keys:
         parent = key.rsplit(".", 1)[0] if key.count(".") > 1 else key
         if key not in known and not (parent in known and parent.count(".") == 1):
-            raise ValueError(f"{where}: unknown key {key!r}{_closest(key, sorted(known))}")
+            hint = _closest(key, sorted(known)) or "; leangrpo train RECIPE --help shows all"
+            raise ValueError(f"{where}: unknown key {key!r}{hint}")
 
 
 def _closest(name: str, known: list[str]) -> str:
@@ -149,5 +165,11 @@ def _override_keys(overrides: list[str]) -> list[str]:
 
 
 def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text.replace("Parser key ", "setting ").replace("typing.Literal", "one of ")
+    """jsonargparse's message in a user's words."""
+    text = " ".join(str(error).split()).replace("Parser key ", "setting ")
+    text = re.sub(r"<class '(\w+)'>", r"\1", text).replace("NoneType", "null")
+    union = re.search(r"Does not validate .* Subtypes: \[(.*)\] Errors: .* Given value: (.*)", text)
+    if union:
+        types = union[1].replace(", null", " or null")
+        text = f"{text[: union.start()]}expected {types}. Got value: {union[2]}"
+    return re.sub(r"Expected an? ", "expected ", text).replace("typing.Literal", "one of ")

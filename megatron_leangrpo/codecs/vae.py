@@ -34,11 +34,22 @@ class VaeCodec:
 
         folder = Path(folder) / "vae"
         if not (folder / "config.json").is_file():
-            raise ValueError(f"{folder}: not the VAE of a FLUX pipeline, config.json is missing")
+            raise ValueError(
+                f"model.base: {folder} is not the VAE of a FLUX pipeline, config.json is missing"
+            )
         try:
-            vae = AutoencoderKL.from_pretrained(folder, local_files_only=True)
+            vae, report = AutoencoderKL.from_pretrained(
+                folder, local_files_only=True, output_loading_info=True
+            )
         except Exception as error:
-            raise ValueError(f"{folder}: cannot be loaded: {error}") from error
+            cause = " ".join(str(error).split())
+            raise ValueError(f"model.base: {folder} cannot be loaded: {cause:.300}") from error
+        if missing := sorted(report["missing_keys"]):
+            # diffusers would fill them with random numbers.
+            raise ValueError(
+                f"model.base: {folder} misses {len(missing)} of the VAE's tensors, such as "
+                f"{missing[0]}"
+            )
         return cls(vae.to(device, dtype))
 
     def grid(self, height: int, width: int) -> tuple[int, int]:

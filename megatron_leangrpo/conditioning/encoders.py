@@ -85,22 +85,36 @@ class FluxTextEncoder:
         folder = Path(folder)
         for part in ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"):
             if not (folder / part).is_dir():
-                raise ValueError(f"{folder}: not a FLUX pipeline folder, {part}/ is missing")
+                raise ValueError(
+                    f"model.base: {folder} is not a FLUX pipeline folder, {part}/ is missing"
+                )
 
-        def load(kind: Any, part: str) -> Any:
+        def load(kind: Any, part: str, **options: Any) -> Any:
             try:
-                model = kind.from_pretrained(folder / part, dtype=dtype, local_files_only=True)
+                return kind.from_pretrained(folder / part, local_files_only=True, **options)
             except Exception as error:
-                raise ValueError(f"{folder / part}: cannot be loaded: {error}") from error
+                cause = " ".join(str(error).split())
+                raise ValueError(
+                    f"model.base: {folder / part} cannot be loaded: {cause:.300}"
+                ) from error
+
+        def load_model(kind: Any, part: str) -> Any:
+            model, report = load(kind, part, dtype=dtype, output_loading_info=True)
+            if missing := sorted(report["missing_keys"]):
+                # transformers would fill them with random numbers.
+                raise ValueError(
+                    f"model.base: {folder / part} misses {len(missing)} of the text encoder's "
+                    f"tensors, such as {missing[0]}"
+                )
             return model.to(device).eval().requires_grad_(False)
 
-        return cls(
-            CLIPTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True),
-            load(CLIPTextModel, "text_encoder"),
-            T5TokenizerFast.from_pretrained(folder / "tokenizer_2", local_files_only=True),
-            load(T5EncoderModel, "text_encoder_2"),
-            max_sequence_length,
-        )
+        tokenizer = load(CLIPTokenizer, "tokenizer")
+        tokenizer_2 = load(T5TokenizerFast, "tokenizer_2")
+        clip = load_model(CLIPTextModel, "text_encoder")
+        t5 = load_model(T5EncoderModel, "text_encoder_2")
+        _check_tokenizer(folder / "tokenizer", tokenizer, clip.config)
+        _check_tokenizer(folder / "tokenizer_2", tokenizer_2, t5.config)
+        return cls(tokenizer, clip, tokenizer_2, t5, max_sequence_length)
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Conditioning:
@@ -152,6 +166,23 @@ class FluxTextEncoder:
                 if len(group) > 1
             ),
         ]
+
+
+def _check_tokenizer(folder: Path, tokenizer: Any, config: Any) -> None:
+    """ValueError for files that are missing, out of which transformers makes an empty tokenizer."""
+    known, needed = len(tokenizer), config.vocab_size
+    # T5's table is padded by 28 rows.
+    if not 0.9 * needed <= known <= needed:
+        raise ValueError(
+            f"model.base: {folder} has {known} tokens, its text encoder {needed}: files of the "
+            "tokenizer are missing, or of another model"
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and tokenizer.model_max_length > positions:
+        raise ValueError(
+            f"model.base: {folder} sets no model_max_length up to {positions}, which its text "
+            "encoder can take at most; is tokenizer_config.json missing?"
+        )
 
 
 class SyntheticTextEncoder:

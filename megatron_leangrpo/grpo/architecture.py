@@ -10,7 +10,7 @@ import torch
 from megatron_leangrpo.config import RunConfig
 from megatron_leangrpo.grpo.assets import resolve_asset
 from megatron_leangrpo.models.families import ModelFamily, find_preset, model_family
-from megatron_leangrpo.models.loading import load_transformer_folder, read_transformer_config
+from megatron_leangrpo.models.loading import load_transformer_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -54,7 +54,7 @@ class Architecture:
 
 
 def resolve_architecture(config: RunConfig, needs_weights: bool = True) -> Architecture:
-    """Find the base and read its architecture; reads no weights.
+    """Find the base, read its architecture and look for its weight files; reads no weights.
 
     Without `needs_weights` a preset stands in for a base that is not on this machine.
     """
@@ -75,7 +75,7 @@ def resolve_architecture(config: RunConfig, needs_weights: bool = True) -> Archi
             "(flux_digits, flux_shapes)"
         )
     if base is not None:
-        published = read_transformer_config(base / "transformer", family.class_name)
+        published, _ = load_transformer_folder(base / "transformer", family.class_name)
         architecture = family.from_diffusers_config(published, **overrides)
     elif preset is not None:
         architecture = preset(**overrides)

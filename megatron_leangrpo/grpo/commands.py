@@ -5,11 +5,13 @@ import dataclasses
 import importlib.util
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron_leangrpo import platform
 from megatron_leangrpo.config import RunConfig
 from megatron_leangrpo.config_reader import read_config, read_recipe
 from megatron_leangrpo.files import atomic_path, atomic_write
+from megatron_leangrpo.grpo.config_checks import check_bounds
 from megatron_leangrpo.reporting.console import Console
 from megatron_leangrpo.reporting.run_directory import RunDirectory
 from megatron_leangrpo.reporting.sentences import byte_size, number
@@ -20,18 +22,20 @@ _EXTRA_MODULES = {"ocr": ("rapidocr", "onnxruntime"), "video": ("av",), "wandb":
 def train(recipe: str, overrides: Sequence[str], dry_run: bool = False) -> None:
     """Run a recipe; with `dry_run` only check it and print what it would do."""
     from megatron_leangrpo.grpo.dry_run import check_and_describe
-
-    config, note = load(recipe, overrides)
-    if dry_run:
-        check_and_describe(config, Console())
-        return
-    console = _start(config, note)
-    check_and_describe(config, console, platform.world_size())
-
     from megatron_leangrpo.grpo.experiment import build_experiment
     from megatron_leangrpo.grpo.run_report import RunReport
-    from megatron_leangrpo.grpo.trainer import Trainer
+    from megatron_leangrpo.grpo.trainer import Trainer, checkpoint_to_resume
 
+    config, note = load(recipe, overrides)
+    console = _start(config, note, alone=dry_run)
+    if platform.is_logging_rank():
+        # Here already, because weights may take minutes to load.
+        RunDirectory.check(config.output, config.checkpoint.resume)
+        if config.checkpoint.resume:
+            checkpoint_to_resume(RunDirectory(config.output))
+    check_and_describe(config, console, None if dry_run else platform.world_size())
+    if dry_run:
+        return
     with console.progress("loading", 1) as advance:
         experiment = build_experiment(config)
         advance(1)
@@ -59,12 +63,18 @@ def compare(
     gradients_path: str | None = None,
 ) -> None:
     """Run one rollout under each schedule and print gradient error, time and memory."""
+    from megatron_leangrpo.grpo.compare import check_comparison, compare_schedules
+    from megatron_leangrpo.grpo.dry_run import check_run
+    from megatron_leangrpo.grpo.experiment import build_experiment, check_schedule
+
+    check_comparison(schedules, repeat)
+    _check_file("--json", json_path)
+    _check_file("--dump-grads", gradients_path)
     config, note = load(recipe, overrides)
+    for name in schedules:
+        check_schedule(name, config.grpo)
     console = _start(config, note)
-
-    from megatron_leangrpo.grpo.compare import compare_schedules
-    from megatron_leangrpo.grpo.experiment import build_experiment
-
+    check_run(config, platform.world_size())
     experiment = build_experiment(config)
     with console.progress("comparing", len(schedules) * (repeat + 1)) as advance:
         comparison = compare_schedules(experiment, schedules, repeat, advance)
@@ -104,20 +114,22 @@ def compare(
 
 def sample(recipe: str, overrides: Sequence[str], checkpoint: str | None = None) -> None:
     """Draw pictures of the evaluation prompts from the base or from a run's checkpoint."""
-    config, note = load(recipe, overrides)
-    console = _start(config, note)
-
     from megatron_leangrpo.grpo.experiment import build_experiment
-    from megatron_leangrpo.grpo.sampling import sample_pictures
+    from megatron_leangrpo.grpo.sampling import find_checkpoint, sample_pictures
 
+    config, note = load(recipe, overrides)
+    folder = None if checkpoint is None else find_checkpoint(Path(checkpoint))
+    console = _start(config, note)
+    if platform.is_logging_rank():
+        RunDirectory.check(config.output, resume=False)
     experiment = build_experiment(config)
     experiment.scorer.warn = console.warning
-    sample_pictures(experiment, console, checkpoint)
+    sample_pictures(experiment, console, folder)
     platform.destroy_distributed()
 
 
 def load(recipe: str, overrides: Sequence[str]) -> tuple[RunConfig, str | None]:
-    """Resolve a recipe, or the one it names for machines without an optional extra."""
+    """Resolve and check a recipe, or the one it names for machines without an optional extra."""
     chosen = read_recipe(recipe)
     note = None
     if chosen.requires and not _has_extra(chosen.requires):
@@ -128,7 +140,19 @@ def load(recipe: str, overrides: Sequence[str]) -> tuple[RunConfig, str | None]:
             f"running {chosen.otherwise} instead"
         )
         chosen = read_recipe(chosen.otherwise)
-    return read_config(chosen, list(overrides)), note
+    config = read_config(chosen, list(overrides))
+    check_bounds(config)
+    return config, note
+
+
+def _check_file(option: str, path: str | None) -> None:
+    """Raise ``ValueError`` for a file that could not be written in the end."""
+    if path is None:
+        return
+    if Path(path).is_dir():
+        raise ValueError(f"{option} = {path!r} is a directory; give the path of a file")
+    if not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"{option} = {path!r}: its directory does not exist; make it first")
 
 
 def _has_extra(extra: str) -> bool:
@@ -139,12 +163,13 @@ def _install_line(extra: str) -> str:
     return f"the extra [{extra}] (pip install 'megatron-leangrpo[{extra}]')"
 
 
-def _start(config: RunConfig, note: str | None) -> Console:
-    """Join the other ranks and return this rank's console."""
+def _start(config: RunConfig, note: str | None, alone: bool = False) -> Console:
+    """Join the other ranks, unless `alone`, and return this rank's console."""
     parallel = config.parallel
-    platform.initialize_distributed(
-        parallel.tensor_model_parallel_size, timeout_seconds=parallel.timeout_seconds
-    )
+    if not alone:
+        platform.initialize_distributed(
+            parallel.tensor_model_parallel_size, timeout_seconds=parallel.timeout_seconds
+        )
     console = Console(enabled=platform.is_logging_rank())
     if note:
         console.warning(note)

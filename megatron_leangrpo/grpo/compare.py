@@ -64,7 +64,6 @@ def compare_schedules(
     One run of each counts memory and keeps the gradient, `repeat` interleaved runs are timed. The
     error is against replay, or against the first schedule where replay is not among them.
     """
-    _check(schedules, repeat)
     runners = {name: experiment.runner(name) for name in schedules}
     gradients: dict[str, Gradients] = {}
     ratios: dict[str, tuple[float, float]] = {}
@@ -124,7 +123,8 @@ def gradient_errors(gradients: Gradients, baseline: Gradients) -> dict[str, Any]
     }
 
 
-def _check(schedules: Sequence[str], repeat: int) -> None:
+def check_comparison(schedules: Sequence[str], repeat: int) -> None:
+    """Raise ``ValueError`` for a schedule that is not known, or nothing to time."""
     unknown = [name for name in schedules if name not in SCHEDULES]
     if unknown or not schedules:
         raise ValueError(f"--schedules = {','.join(schedules)!r}; valid: {','.join(SCHEDULES)}")

@@ -9,16 +9,15 @@ import torch
 
 from megatron_leangrpo.config import RunConfig
 from megatron_leangrpo.grpo.architecture import Architecture, resolve_architecture
+from megatron_leangrpo.grpo.config_checks import check_training
 from megatron_leangrpo.grpo.experiment import check_schedule, objective_config
-from megatron_leangrpo.grpo.inputs import latent_geometry, read_prompts
+from megatron_leangrpo.grpo.inputs import check_parts, check_prompts, latent_geometry, read_prompts
 from megatron_leangrpo.grpo.placement import check_placement
 from megatron_leangrpo.grpo.rollout import RolloutSettings
 from megatron_leangrpo.platform import check_tensor_model_parallel_size
 from megatron_leangrpo.reporting.console import Console
 from megatron_leangrpo.reporting.sentences import byte_size
 from megatron_leangrpo.rewards.registry import build_reward
-
-GIBI = 1024**3
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,41 @@ class RankBytes:
     reference: int
 
 
+@dataclass(frozen=True)
+class CheckedRun:
+    """What the checks of a run find out about it."""
+
+    architecture: Architecture
+    image_tokens: int
+    grid: tuple[int, int]
+    trained_steps: int
+    prompts: int
+
+
+def check_run(config: RunConfig, world_size: int, needs_weights: bool = True) -> CheckedRun:
+    """Raise ``ValueError`` for whatever can be seen to be wrong without reading a weight."""
+    grpo, tp = config.grpo, config.parallel.tensor_model_parallel_size
+    check_tensor_model_parallel_size(tp, world_size)
+    check_placement(
+        grpo.prompts_per_iteration,
+        grpo.group_size,
+        world_size // tp,
+        grpo.placement,
+        grpo.updates_per_rollout,
+    )
+    architecture = resolve_architecture(config, needs_weights=needs_weights)
+    check_parts(architecture)
+    shape, grid = latent_geometry(config, architecture)
+    settings = RolloutSettings.from_config(config.sampling, shape, config.seed)
+    objective_config(config)
+    prompts, evaluation_prompts = read_prompts(config)
+    reward = build_reward(config.reward.weights, config.reward.failure_policy)
+    check_prompts(config, reward, prompts, evaluation_prompts)
+    return CheckedRun(architecture, shape[0], grid, settings.selector.num_trained(0), len(prompts))
+
+
 def check_and_describe(config: RunConfig, console: Console, world_size: int | None = None) -> None:
-    """Raise ``ValueError`` for what cannot run; otherwise print the run's facts.
+    """Raise ``ValueError`` for what cannot be trained; otherwise print the run's facts.
 
     Without `world_size` this is a dry run: weights need not be on this machine, and the ranks are
     those of the environment variable WORLD_SIZE, or else one tensor-parallel group.
@@ -41,34 +73,23 @@ def check_and_describe(config: RunConfig, console: Console, world_size: int | No
     dry_run = world_size is None
     tp = config.parallel.tensor_model_parallel_size
     world = int(os.environ.get("WORLD_SIZE", tp)) if world_size is None else world_size
-    check_tensor_model_parallel_size(tp, world)
-    grpo = config.grpo
-    check_placement(
-        grpo.prompts_per_iteration,
-        grpo.group_size,
-        world // tp,
-        grpo.placement,
-        grpo.updates_per_rollout,
-    )
-    architecture = resolve_architecture(config, needs_weights=not dry_run)
-    shape, grid = latent_geometry(config, architecture)
-    settings = RolloutSettings.from_config(config.sampling, shape, config.seed)
-    objective_config(config)
-    check_schedule(grpo.schedule, grpo)
-    prompts, _ = read_prompts(config)
-    build_reward(config.reward.weights, config.reward.failure_policy)
+    check_training(config)
+    check_schedule(config.grpo.schedule, config.grpo)
+    checked = check_run(config, world, needs_weights=not dry_run)
+    architecture, grid = checked.architecture, checked.grid
     facts = {
         "model": _describe_model(config, architecture),
         "layout": f"{world} rank{'s' if world > 1 else ''}: tensor parallel {tp}, "
         f"data parallel {world // tp}",
         "picture": f"{config.sampling.height} x {config.sampling.width} pixels (h x w), "
-        f"{shape[0]} image tokens ({grid[0]} x {grid[1]}) + {config.model.max_text_tokens} text "
+        f"{checked.image_tokens} image tokens ({grid[0]} x {grid[1]}) + "
+        f"{config.model.max_text_tokens} text "
         "tokens",
-        "steps": f"{config.sampling.num_steps}, of which {settings.selector.num_trained(0)} are "
+        "steps": f"{config.sampling.num_steps}, of which {checked.trained_steps} are "
         f"trained ({config.sampling.step_selection}), kernel {config.sampling.kernel}",
         "iteration": describe_batch(config, world // tp),
-        "prompts": f"{len(prompts)} in {config.prompts.train}",
-        "schedule": _describe_schedule(config, settings.selector.num_trained(0)),
+        "prompts": f"{checked.prompts} in {config.prompts.train}",
+        "schedule": _describe_schedule(config, checked.trained_steps),
     }
     if dry_run:
         built = sum(p.numel() for p in architecture.build_on_meta().parameters())
@@ -113,10 +134,15 @@ def describe_batch(config: RunConfig, dp_size: int) -> str:
 
 
 def _describe_model(config: RunConfig, architecture: Architecture) -> str:
-    source = str(architecture.base) if architecture.base else f"preset {config.model.preset}"
-    weights = "" if architecture.base else ", random weights"
+    if architecture.base:
+        source = str(architecture.base)
+    elif config.model.base:
+        preset = config.model.preset
+        source = f"{config.model.base}, not on this machine and taken for preset {preset}"
+    else:
+        source = f"preset {config.model.preset}, random weights"
     return (
-        f"{source}{weights}: {architecture.parameters:,} parameters, "
+        f"{source}: {architecture.parameters:,} parameters, "
         f"{architecture.family.describe(architecture.config)}, {config.model.dtype}"
     )
 

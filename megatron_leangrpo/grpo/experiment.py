@@ -17,6 +17,8 @@ from megatron_leangrpo.grpo.gradient_buffers import GradientBuffers
 from megatron_leangrpo.grpo.inputs import (
     build_codec,
     build_encoder,
+    check_parts,
+    check_prompts,
     latent_geometry,
     read_prompts,
 )
@@ -93,9 +95,10 @@ def build_experiment(config: RunConfig) -> Experiment:
     Call `platform.initialize_distributed` before. Raises ``ValueError`` for what a user can cause.
     """
     architecture = resolve_architecture(config)
+    check_parts(architecture)
     prompts, evaluation_prompts = read_prompts(config)
     reward = build_reward(config.reward.weights, config.reward.failure_policy)
-    reward.validate(prompts, config.prompts.train or "the built-in prompts")
+    check_prompts(config, reward, prompts, evaluation_prompts)
     latent_shape, grid = latent_geometry(config, architecture)
     sampling = config.sampling
     settings = RolloutSettings.from_config(sampling, latent_shape, config.seed)

@@ -83,23 +83,28 @@ class Optimization:
         return grad_norm, float(self.optimizer.param_groups[0]["lr"])
 
 
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise ``ValueError`` for weights that megatron's optimizer cannot update."""
+    if dtype == torch.float64:
+        raise ValueError(
+            "model.dtype = float64: megatron's optimizer has no float64; valid for training: "
+            "float32, bfloat16 (leangrpo compare takes float64)"
+        )
+
+
 def build_optimization(
     model: torch.nn.Module, config: OptimizerConfig, total_updates: int
 ) -> Optimization:
     """Build AdamW (sharded over data-parallel ranks on request) and its learning-rate schedule.
 
-    ValueError for float64 weights.
+    The settings are those that `config_checks` lets pass.
     """
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     dtype = next(model.parameters()).dtype
-    if dtype == torch.float64:
-        raise ValueError(
-            "model.dtype = float64: megatron's optimizer has no float64; valid for training: "
-            "float32, bfloat16 (leangrpo compare takes float64)"
-        )
+    check_dtype(dtype)
     settings = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,

@@ -12,14 +12,13 @@ from megatron_leangrpo.reporting.run_directory import RunDirectory
 from megatron_leangrpo.reporting.sentences import evaluation_line
 
 
-def sample_pictures(experiment: Experiment, console: Console, checkpoint: str | None) -> None:
+def sample_pictures(experiment: Experiment, console: Console, checkpoint: Path | None) -> None:
     """Sample, score and save `evaluation.grid_images` pictures and a grid of them."""
     config, iteration = experiment.config, 0
     if checkpoint is not None:
-        path = find_checkpoint(Path(checkpoint))
-        iteration = read_position(path)
-        load_weights(path, experiment.policy.model, average=config.optimizer.ema_decay > 0)
-        console.line(f"weights of {path}")
+        iteration = read_position(checkpoint)
+        load_weights(checkpoint, experiment.policy.model, average=config.optimizer.ema_decay > 0)
+        console.line(f"weights of {checkpoint}")
     evaluator = experiment.evaluator()
     evaluator.items = evaluator.items[: config.evaluation.grid_images]
     with console.progress("sampling", len(evaluator.items)) as advance:
@@ -43,7 +42,10 @@ def sample_pictures(experiment: Experiment, console: Console, checkpoint: str | 
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return a checkpoint folder from itself, or the newest one of a run directory."""
+    """Return a checkpoint folder from itself, or the newest one of a run directory.
+
+    ``ValueError`` where there is none.
+    """
     for folder in (path / "checkpoints", path):
         newest = newest_checkpoint(folder)
         if newest is not None:

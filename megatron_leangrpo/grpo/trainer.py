@@ -3,6 +3,7 @@
 
 import contextlib
 import time
+from pathlib import Path
 from typing import Any
 
 from megatron_leangrpo import platform
@@ -19,6 +20,18 @@ from megatron_leangrpo.grpo.iteration import IterationResult
 from megatron_leangrpo.grpo.optimization import build_optimization
 from megatron_leangrpo.grpo.run_report import RunReport
 from megatron_leangrpo.reporting.memory import peak_memory_bytes
+from megatron_leangrpo.reporting.run_directory import RunDirectory
+
+
+def checkpoint_to_resume(directory: RunDirectory) -> Path:
+    """Return the newest checkpoint of a run; ``ValueError`` where there is none."""
+    checkpoint = newest_checkpoint(directory.checkpoints)
+    if checkpoint is None:
+        raise ValueError(
+            f"checkpoint.resume: {directory.path} holds no checkpoint; start the run again in "
+            "another directory"
+        )
+    return checkpoint
 
 
 class Trainer:
@@ -50,9 +63,7 @@ class Trainer:
 
     def resume(self) -> None:
         """Continue from the newest checkpoint of the run directory."""
-        checkpoint = newest_checkpoint(self.report.directory.checkpoints)
-        if checkpoint is None:
-            raise ValueError(f"checkpoint.resume: {self.report.directory.path} holds no checkpoint")
+        checkpoint = checkpoint_to_resume(self.report.directory)
         self.first_iteration = load_checkpoint(checkpoint, self.state)
         self.report.console.line(f"resumed after iteration {self.first_iteration}: {checkpoint}")
 

@@ -99,7 +99,8 @@ def _plain(value: Any) -> float | int | str | bool | None:
     return value
 
 
-def _start_wandb(directory: RunDirectory, config: dict[str, Any]) -> Any:
+def import_wandb() -> Any:
+    """The module; ValueError says how to get it."""
     try:
         import wandb
     except ImportError as error:
@@ -107,7 +108,11 @@ def _start_wandb(directory: RunDirectory, config: dict[str, Any]) -> Any:
             "wandb=true needs the package wandb: pip install 'megatron-leangrpo[wandb]'; "
             "valid without it: wandb=false"
         ) from error
-    return wandb.init(
+    return wandb
+
+
+def _start_wandb(directory: RunDirectory, config: dict[str, Any]) -> Any:
+    return import_wandb().init(
         project="megatron_leangrpo",
         name=directory.path.name,
         dir=str(directory.path),

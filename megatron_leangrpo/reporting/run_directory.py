@@ -35,6 +35,23 @@ class RunDirectory:
         self._lock: IO[str] | None = None
 
     @classmethod
+    def check(cls, output: str | os.PathLike[str] | None, resume: bool) -> None:
+        """Raise what `create` or `resume` would raise, before a run has cost anything."""
+        if resume:
+            cls._of_earlier_run(output)
+            return
+        directory = cls("runs" if output is None else output)
+        if output is not None:
+            _refuse_occupied(directory)
+        path = directory.path.absolute()
+        existing = next(place for place in (path, *path.parents) if place.exists())
+        if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+            raise ValueError(
+                f"output: cannot create {directory.path}: {existing} is no directory that this "
+                "user may write into; give another place with --output"
+            )
+
+    @classmethod
     def create(
         cls, output: str | os.PathLike[str] | None, recipe: str, parent: str = "runs"
     ) -> "RunDirectory":
@@ -66,6 +83,13 @@ class RunDirectory:
     @classmethod
     def resume(cls, output: str | os.PathLike[str] | None) -> "RunDirectory":
         """Open and lock the directory of an earlier run; ValueError when there is none."""
+        directory = cls._of_earlier_run(output)
+        directory._acquire()
+        directory.samples.mkdir(exist_ok=True)
+        return directory
+
+    @classmethod
+    def _of_earlier_run(cls, output: str | os.PathLike[str] | None) -> "RunDirectory":
         if output is None:
             raise ValueError("checkpoint.resume needs output: the run directory to continue")
         directory = cls(output)
@@ -74,8 +98,6 @@ class RunDirectory:
                 f"output: {output} holds no run to resume (no {_CONFIG}); valid: a run directory, "
                 "or checkpoint.resume=false to start a new run"
             )
-        directory._acquire()
-        directory.samples.mkdir(exist_ok=True)
         return directory
 
     def write_config(self, yaml: str) -> None:

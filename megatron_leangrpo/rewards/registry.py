@@ -44,14 +44,18 @@ def make_reward(name: str) -> Reward:
     if ":" in name:
         module, _, attribute = name.partition(":")
         try:
-            return getattr(importlib.import_module(module), attribute)()
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"reward {name!r} cannot be imported: {error}") from error
+            factory = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"reward.weights: reward {name!r} cannot be imported: {error}"
+            ) from error
+        return factory()
     known = reward_names()
     if name not in _FACTORIES:
-        closest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+        closest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"; did you mean {closest[0]!r}?" if closest else ""
         raise ValueError(
-            f"unknown reward {name!r}; did you mean {closest[0]!r}? Known: {', '.join(known)}, "
+            f"reward.weights: unknown reward {name!r}{hint}; known: {', '.join(known)}, "
             "or package.module:factory"
         )
     return _FACTORIES[name]()
@@ -165,8 +169,9 @@ def build_reward(
 ) -> WeightedReward:
     """Build every reward of a `{name: weight}` mapping."""
     if not weights:
-        raise ValueError(f"rewards: empty; give at least one of {', '.join(reward_names())}")
+        known = ", ".join(reward_names())
+        raise ValueError(f"reward.weights is empty; give at least one of {known}")
     for name, weight in weights.items():
         if not torch.isfinite(torch.tensor(float(weight))) or weight == 0:
-            raise ValueError(f"rewards.{name}: weight {weight} must be finite and not 0")
+            raise ValueError(f"reward.weights.{name} = {weight} must be finite and not 0")
     return WeightedReward({n: make_reward(n) for n in weights}, weights, failure_policy)

@@ -40,7 +40,7 @@ def test_unknown_name_is_refused_with_the_closest():
 
 @pytest.mark.parametrize("weights", [{}, {"color_shape": float("nan")}, {"color_shape": 0.0}])
 def test_useless_weights_are_refused(weights):
-    with pytest.raises(ValueError, match="rewards"):
+    with pytest.raises(ValueError, match=r"reward\.weights"):
         build_reward(weights)
 
 

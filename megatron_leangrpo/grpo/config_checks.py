@@ -1,0 +1,91 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""Settings that can be judged by themselves: bounds of numbers, and what an optimizer can do.
+
+What depends on the model, the files or the layout is checked where that is known.
+"""
+
+import math
+from typing import Any
+
+from megatron_leangrpo.config import RunConfig
+from megatron_leangrpo.grpo.advantages import CONVENTIONS
+from megatron_leangrpo.grpo.architecture import DTYPES
+from megatron_leangrpo.grpo.optimization import check_dtype
+from megatron_leangrpo.reporting.metrics import import_wandb
+
+_AT_LEAST = {
+    "model.guidance_scale": 0,
+    "model.max_text_tokens": 1,
+    "parallel.timeout_seconds": 1,
+    "grpo.iterations": 1,
+    "grpo.prompts_per_iteration": 1,
+    "grpo.group_size": 1,
+    "grpo.micro_batch_size": 1,
+    "grpo.updates_per_rollout": 1,
+    "optimizer.lr": 0,
+    "optimizer.min_lr": 0,
+    "optimizer.lr_warmup_updates": 0,
+    "optimizer.weight_decay": 0,
+    "optimizer.adam_beta1": 0,
+    "optimizer.adam_beta2": 0,
+    "optimizer.adam_eps": 0,
+    "optimizer.clip_grad": 0,
+    "optimizer.ema_decay": 0,
+    "optimizer.ema_interval": 1,
+    "evaluation.interval": 0,
+    "evaluation.num_steps": 1,
+    "evaluation.samples_per_prompt": 1,
+    "evaluation.max_prompts": 1,
+    "evaluation.micro_batch_size": 1,
+    "evaluation.grid_images": 1,
+    "checkpoint.interval": -1,
+}
+_BELOW_ONE = ("optimizer.adam_beta1", "optimizer.adam_beta2", "optimizer.ema_decay")
+
+
+def check_bounds(config: RunConfig) -> None:
+    """Raise ``ValueError`` for a number outside its bounds, whatever the command."""
+    for key, least in _AT_LEAST.items():
+        value = _value(config, key)
+        if not (math.isfinite(value) and value >= least):
+            raise ValueError(f"{key} = {value} must be {least} or more")
+    for key in _BELOW_ONE:
+        if _value(config, key) >= 1:
+            raise ValueError(f"{key} = {_value(config, key)} must be at least 0 and below 1")
+    if config.optimizer.adam_eps == 0:
+        raise ValueError("optimizer.adam_eps = 0 must be above 0, such as 1e-8")
+
+
+def check_training(config: RunConfig) -> None:
+    """Raise ``ValueError`` for settings under which no optimizer step could be taken as asked."""
+    _check_learning_rate(config)
+    check_dtype(DTYPES[config.model.dtype])
+    grpo = config.grpo
+    if grpo.group_size == 1 and CONVENTIONS[grpo.advantage].baseline == "group":
+        raise ValueError(
+            f"grpo.group_size = 1: grpo.advantage = {grpo.advantage} compares the samples of a "
+            "prompt with each other and would train nothing; valid: 2 or more"
+        )
+    if config.wandb:
+        import_wandb()
+
+
+def _check_learning_rate(config: RunConfig) -> None:
+    optimizer = config.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        raise ValueError(
+            f"optimizer.min_lr = {optimizer.min_lr} is above optimizer.lr = {optimizer.lr}; "
+            f"valid: 0 to {optimizer.lr}"
+        )
+    updates = config.grpo.iterations * config.grpo.updates_per_rollout
+    if optimizer.lr_warmup_updates > updates:
+        raise ValueError(
+            f"optimizer.lr_warmup_updates = {optimizer.lr_warmup_updates} does not fit into the "
+            f"run's {updates} update{'s' if updates > 1 else ''} (grpo.iterations x "
+            f"grpo.updates_per_rollout); valid: 0 to {updates}"
+        )
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)

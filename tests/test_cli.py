@@ -1,0 +1,372 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""What a user can do wrong at the command line: one line, exit status 2, and nothing is touched."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from megatron_leangrpo import cli, errors, platform
+from megatron_leangrpo.config_reader import packaged_recipes
+from megatron_leangrpo.grpo.assets import ASSETS
+from tests.grpo import tiny
+
+
+class Outcome(NamedTuple):
+    """How a command has ended."""
+
+    status: int | None
+    out: str
+    err: str
+
+
+Command = Callable[..., Outcome]
+
+
+@pytest.fixture
+def leangrpo(capfd, monkeypatch, tmp_path) -> Iterator[Command]:
+    """Run `leangrpo` in this process, in an empty directory."""
+    # A failing command would leave the process at once, to wait for no other rank.
+    monkeypatch.setattr(errors, "_process_group_is_alive", lambda: False)
+    monkeypatch.delenv("LEANGRPO_TRACEBACK", raising=False)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def run(*arguments: str) -> Outcome:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            cli.main(arguments)
+        platform.destroy_distributed()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        return Outcome(exit_.value.code, *capfd.readouterr())
+
+    yield run
+    platform.destroy_distributed()
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> str:
+    """A run of milliseconds; 2 prompts x 4 samples."""
+    folder = tmp_path_factory.mktemp("recipe")
+    config = tiny.tiny_config(tiny.write_prompts(folder), grpo={"iterations": 2})
+    return tiny.write_recipe(config, folder)
+
+
+def files(folder: Path) -> dict[str, bytes | None]:
+    """Everything below a folder, files with their content."""
+    return {
+        str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None
+        for p in sorted(folder.rglob("*"))
+    }
+
+
+def refuses(leangrpo: Command, parts: list[str], *arguments: str) -> None:
+    """One line on stderr that holds all parts, exit status 2, and the directory as it was."""
+    before = files(Path())
+    outcome = leangrpo(*arguments)
+    assert outcome.status == 2, outcome
+    assert outcome.err.startswith("leangrpo: error: "), outcome.err
+    assert outcome.err.count("\n") == 1, outcome.err
+    missing = [part for part in parts if part not in outcome.err]
+    assert not missing, (missing, outcome.err)
+    assert files(Path()) == before
+
+
+TP = "parallel.tensor_model_parallel_size"
+WINDOW = ["sampling.step_selection=window", "sampling.timestep_fraction=null"]
+# Settings, and what the message must say: setting, value, what is valid.
+BAD_SETTINGS = {
+    "unknown key": (["grpo.group_sise=3"], ["'grpo.group_sise'", "'grpo.group_size'"]),
+    "unknown section": (["grop.group_size=3"], ["'grop.group_size'", "'grpo.group_size'"]),
+    "key like no other": (["xyzzy=1"], ["'xyzzy'", "RECIPE --help"]),
+    "unknown value": (["grpo.schedule=retian"], ["grpo.schedule", "retian", "'replay', 'retain'"]),
+    "wrong type": (["grpo.group_size=many"], ["grpo.group_size", "expected int", "many"]),
+    "wrong optional": (["sampling.shift=big"], ["sampling.shift", "expected float or null", "big"]),
+    "not a dict": (["reward.weights=3"], ["reward.weights", "expected dict", "3"]),
+    "world size": ([f"{TP}=2"], [TP, "is 2", "1 process of this run", "valid values: 1"]),
+    "tensor parallel 0": ([f"{TP}=0"], [TP, "is 0", "valid values: 1"]),
+    "updates": (
+        ["grpo.updates_per_rollout=3"],
+        ["grpo.updates_per_rollout = 3", "grpo.group_size = 4", "valid: [1, 2, 4]"],
+    ),
+    "height": (["sampling.height=40"], ["sampling.height=40", "multiple of 16", "32 or 48"]),
+    "width": (["sampling.width=0"], ["sampling.width=0", "multiple of 16", "16 or 32"]),
+    "steps": (["sampling.num_steps=0"], ["sampling.num_steps=0", "at least 1"]),
+    "one step": (["sampling.num_steps=1"], ["sampling.timestep_fraction=0.99", "num_steps=1"]),
+    "window size": (
+        [*WINDOW, "sampling.window_size=9", "sampling.window_starts=[0]"],
+        ["sampling.window_size=9", "between 1 and 3"],
+    ),
+    "window start": (
+        [*WINDOW, "sampling.window_size=2", "sampling.window_starts=[0,2]"],
+        ["sampling.window_starts=[0, 2]", "between 0 and 1"],
+    ),
+    "window without a size": (WINDOW, ["sampling.window_size=None", "needs it"]),
+    "no noise level": (["sampling.noise_level=null"], ["sampling.noise_level=None", "such as"]),
+    "noise level": (["sampling.noise_level=.nan"], ["sampling.noise_level=nan", "such as"]),
+    "unknown reward": (
+        ["reward.weights.jpeg_compresibility=1"],
+        ["reward.weights", "'jpeg_compresibility'", "did you mean 'jpeg_compressibility'?"],
+    ),
+    "reward that does not import": (["reward.weights.no_module:X=1"], ["'no_module:X'"]),
+    "no reward": (["reward.weights={}"], ["reward.weights is empty", "ocr"]),
+    "reward weight": (
+        ["reward.weights={jpeg_compressibility: 0}"],
+        ["reward.weights.jpeg_compressibility = 0.0", "finite and not 0"],
+    ),
+    "preset": (["model.preset=flux_dve"], ["model.preset = 'flux_dve'", "'flux_dev'"]),
+    "base": (["model.base=/nowhere"], ["model.base = '/nowhere'", "no such folder", "flux_digits"]),
+    "float64": (["model.dtype=float64"], ["model.dtype = float64", "float32, bfloat16"]),
+    "wandb": (["wandb=true"], ["wandb=true", "megatron-leangrpo[wandb]"]),
+    "group of one": (["grpo.group_size=1"], ["grpo.group_size = 1", "2 or more"]),
+    "learning rate": (["optimizer.lr=-1"], ["optimizer.lr = -1.0", "0 or more"]),
+    "learning rate nan": (["optimizer.lr=.nan"], ["optimizer.lr = nan", "0 or more"]),
+    "end of decay": (["optimizer.min_lr=1"], ["optimizer.min_lr = 1.0", "valid: 0 to 0.001"]),
+    "warm-up": (
+        ["optimizer.lr_warmup_updates=3"],
+        ["optimizer.lr_warmup_updates = 3", "2 updates", "valid: 0 to 2"],
+    ),
+    "beta 1": (["optimizer.adam_beta1=-0.1"], ["optimizer.adam_beta1 = -0.1", "0 or more"]),
+    "beta 2": (["optimizer.adam_beta2=1"], ["optimizer.adam_beta2 = 1.0", "below 1"]),
+    "epsilon": (["optimizer.adam_eps=0"], ["optimizer.adam_eps", "1e-8"]),
+    "average": (["optimizer.ema_decay=1"], ["optimizer.ema_decay = 1.0", "below 1"]),
+    "clip range": (["grpo.clip_range=0"], ["grpo.clip_range=0.0", "between 0 and 1"]),
+    "iterations": (["grpo.iterations=0"], ["grpo.iterations = 0", "1 or more"]),
+    "micro-batch": (["grpo.micro_batch_size=-1"], ["grpo.micro_batch_size = -1", "1 or more"]),
+    "prompts": (["grpo.prompts_per_iteration=0"], ["grpo.prompts_per_iteration = 0", "1 or more"]),
+    "text tokens": (["model.max_text_tokens=0"], ["model.max_text_tokens = 0", "1 or more"]),
+    "evaluation steps": (["evaluation.num_steps=0"], ["evaluation.num_steps = 0", "1 or more"]),
+    "evaluation interval": (["evaluation.interval=-1"], ["evaluation.interval = -1", "0 or more"]),
+    "samples": (["evaluation.samples_per_prompt=0"], ["evaluation.samples_per_prompt = 0"]),
+    "evaluation prompts": (["evaluation.max_prompts=0"], ["evaluation.max_prompts = 0"]),
+    "checkpoints": (["checkpoint.interval=-2"], ["checkpoint.interval = -2", "-1 or more"]),
+    "resume without output": (["checkpoint.resume=true"], ["checkpoint.resume needs output"]),
+    "resume from nothing": (
+        ["checkpoint.resume=true", "output=nothing"],
+        ["output: nothing", "no run to resume", "checkpoint.resume=false"],
+    ),
+    "no prompts": (["prompts.train=null"], ["prompts.train is not set", ".jsonl"]),
+    "missing prompts": (["prompts.train=no.txt"], ["prompts.train = 'no.txt'", "no such file"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SETTINGS)
+def test_a_bad_setting_is_refused_by_name_and_value(leangrpo, recipe, case):
+    settings, parts = BAD_SETTINGS[case]
+    refuses(leangrpo, parts, "train", recipe, *(f"--{setting}" for setting in settings))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ([], ["COMMAND"]),
+        (["trian"], ["'trian'", "'train'"]),
+        (["train"], ["RECIPE", "leangrpo train --help"]),
+        (["train", "flux_tyni"], ["'flux_tyni'", "did you mean 'flux_tiny'?"]),
+        (["train", "mine.yaml"], ["'mine.yaml'", "no such file"]),
+        (["train", "flux_bench", "word"], ["word"]),
+        (["info", "--verbose"], ["--verbose"]),
+        (["compare", "RECIPE", "--schedules", "replay,retian"], ["retian", "replay,retain"]),
+        (["compare", "RECIPE", "--repeat", "0"], ["--repeat = 0", "at least 1"]),
+        (["compare", "RECIPE", "--repeat", "x"], ["--repeat", "'x'"]),
+        (["compare", "RECIPE", "--json", "no/x.json"], ["--json = 'no/x.json'", "does not exist"]),
+        (["compare", "RECIPE", "--dump-grads", "."], ["--dump-grads = '.'", "is a directory"]),
+        (["compare", "RECIPE", "--grpo.updates_per_rollout=3"], ["updates_per_rollout = 3"]),
+        (["sample", "RECIPE", "--checkpoint", "no"], ["checkpoint no"]),
+        (["sample", "RECIPE", "--evaluation.grid_images=0"], ["evaluation.grid_images = 0"]),
+        (["build-tiny", "wan", "--output", "x"], ["'wan'", "'flux'"]),
+        (["build-tiny", "flux", "--output", "."], ["--output ."]),
+    ],
+)
+def test_a_bad_command_is_refused_in_one_line(leangrpo, recipe, arguments, parts):
+    # What `build-tiny` and others must not write over.
+    Path("mine.txt").write_text("mine")
+    refuses(leangrpo, parts, *(recipe if word == "RECIPE" else word for word in arguments))
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        (b"", ["empty"]),
+        (b"\n \n", ["empty"]),
+        ("caf\xe9\n".encode("latin-1"), [":1", "not UTF-8"]),
+    ],
+)
+@pytest.mark.parametrize("setting", ["prompts.train", "prompts.evaluation"])
+def test_a_bad_prompt_file_is_refused(leangrpo, recipe, content, parts, setting):
+    Path("p.txt").write_bytes(content)
+    refuses(leangrpo, [setting, "p.txt", *parts], "train", recipe, f"--{setting}=p.txt")
+
+
+def test_an_evaluation_prompt_that_the_reward_cannot_score_is_found_before_the_run(
+    leangrpo, recipe
+):
+    Path("p.txt").write_text("a red circle\na brown circle\n")
+    outcome = leangrpo(
+        "train",
+        recipe,
+        "--reward.weights={color_shape: 1.0}",
+        "--prompts.train=flux_shapes/prompts.jsonl",
+        "--prompts.evaluation=p.txt",
+    )
+    assert outcome.status == 2
+    assert "p.txt:2" in outcome.err
+    assert files(Path()).keys() == {"p.txt"}
+
+
+def test_more_prompts_than_ranks_can_share_are_refused_with_the_nearest(
+    leangrpo, recipe, monkeypatch
+):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    parts = ["grpo.prompts_per_iteration", "2", "3 data-parallel ranks", "[3]"]
+    refuses(leangrpo, parts, "train", recipe, "--dry-run", "--grpo.placement=local")
+
+
+OCCUPIED = {
+    "a file": ("is a file", lambda: Path("out").write_text("mine")),
+    "below a file": ("cannot create", lambda: Path("file").write_text("mine")),
+    "foreign files": ("no run made", lambda: _make("out/notes.txt")),
+    "a run": ("already holds a run", lambda: _make("out/config.yaml")),
+}
+
+
+def _make(path: str) -> None:
+    Path(path).parent.mkdir()
+    Path(path).write_text("mine")
+
+
+@pytest.mark.parametrize("command", [["train"], ["train", "--dry-run"], ["sample"]])
+@pytest.mark.parametrize("case", OCCUPIED)
+def test_an_occupied_output_is_refused_before_anything_is_loaded(
+    leangrpo, recipe, monkeypatch, command, case
+):
+    def load(*arguments: Any) -> None:
+        raise AssertionError("the experiment was built first")
+
+    monkeypatch.setattr("megatron_leangrpo.grpo.experiment.build_experiment", load)
+    message, occupy = OCCUPIED[case]
+    occupy()
+    output = "file/out" if case == "below a file" else "out"
+    name, *options = command
+    refuses(leangrpo, [message, output, "directory"], name, recipe, *options, f"--output={output}")
+
+
+def _truncate(folder: Path) -> None:
+    weights = folder / "transformer/diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def _edit_weights(
+    edit: Callable[[dict], Any], file: str = "transformer/diffusion_pytorch_model.safetensors"
+) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / file)
+        edit(tensors)
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+
+    return damage
+
+
+def _edit_config(part: str, **changes: Any) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = folder / part / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return damage
+
+
+BROKEN_BASES: dict[str, tuple[list[str], Callable[[Path], Any]]] = {
+    "truncated weights": (["model.safetensors", "truncated"], _truncate),
+    "no weights": (
+        ["holds neither"],
+        lambda folder: (folder / "transformer/diffusion_pytorch_model.safetensors").unlink(),
+    ),
+    "missing tensor": (
+        ["misses 1 tensor", "proj_out.weight"],
+        _edit_weights(lambda tensors: tensors.pop("proj_out.weight")),
+    ),
+    "extra tensor": (
+        ["unknown 1 tensor", "extra.weight"],
+        _edit_weights(lambda t: t.update({"extra.weight": t["proj_out.weight"] + 0})),
+    ),
+    "misshapen tensor": (
+        ["proj_out.weight", "shape"],
+        _edit_weights(lambda t: t.update({"proj_out.weight": t["proj_out.weight"][:-1] + 0})),
+    ),
+    "another model": (
+        ["SD3Transformer2DModel", "FluxTransformer2DModel"],
+        _edit_config("transformer", _class_name="SD3Transformer2DModel"),
+    ),
+    "guidance in the file alone": (
+        ["guidance_embeds"],
+        _edit_config("transformer", guidance_embeds=False),
+    ),
+    "another VAE": (["latent_channels", "in_channels"], _edit_config("vae", latent_channels=16)),
+    "another T5": (["d_model", "joint_attention_dim"], _edit_config("text_encoder_2", d_model=96)),
+    "no VAE": (["vae"], lambda folder: shutil.rmtree(folder / "vae")),
+    "no CLIP": (["text_encoder"], lambda folder: shutil.rmtree(folder / "text_encoder")),
+    # diffusers and transformers draw random numbers for these.
+    "tensor missing in the VAE": (
+        ["vae misses 1", "decoder.conv_in.bias"],
+        _edit_weights(
+            lambda tensors: tensors.pop("decoder.conv_in.bias"),
+            "vae/diffusion_pytorch_model.safetensors",
+        ),
+    ),
+    "tensor missing in CLIP": (
+        ["text_encoder misses 1", "final_layer_norm.weight"],
+        _edit_weights(
+            lambda tensors: tensors.pop("final_layer_norm.weight"),
+            "text_encoder/model.safetensors",
+        ),
+    ),
+    # Out of what is left transformers makes a tokenizer without words, and no error.
+    "no words": (
+        ["tokenizer_2 has 4 tokens", "111"],
+        lambda folder: (folder / "tokenizer_2/tokenizer.json").unlink(),
+    ),
+    "no length": (
+        ["tokenizer", "model_max_length", "77"],
+        lambda folder: (folder / "tokenizer/tokenizer_config.json").unlink(),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_BASES)
+def test_a_broken_base_is_refused_by_file_and_tensor(leangrpo, recipe, case):
+    parts, damage = BROKEN_BASES[case]
+    shutil.copytree(ASSETS / "flux_digits", "base")
+    damage(Path("base"))
+    arguments = ["--model.base=base", "--sampling.height=32", "--sampling.width=32"]
+    refuses(leangrpo, ["model.base", *parts], "train", recipe, *arguments)
+
+
+def test_help_shows_the_recipes_and_then_the_settings_of_one(leangrpo):
+    outcome = leangrpo("train", "--help")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert all(f"\n  {name} " in outcome.out for name in packaged_recipes())
+
+    outcome = leangrpo("train", "flux_tiny_jpeg", "--help")
+    assert (outcome.status, outcome.err) == (0, "")
+    text = " ".join(outcome.out.split())
+    assert "--dry-run" in text
+    assert "Samples a prompt (G). (type: int, default: 8)" in text
+    assert "default: {'jpeg_compressibility': 1.0})" in text
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "sample"])
+def test_print_config_resolves_the_recipe_and_the_overrides(leangrpo, command):
+    outcome = leangrpo(command, "flux_tiny", "--grpo.group_size=6", "--print_config")
+    assert (outcome.status, outcome.err) == (0, "")
+    Path("mine.yaml").write_text(outcome.out)
+    assert "  group_size: 6\n" in outcome.out
+    assert leangrpo(command, "mine.yaml", "--print_config").out == outcome.out
