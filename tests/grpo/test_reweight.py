@@ -130,8 +130,6 @@ class ConstantReward:
 
 def test_several_trajectories_in_one_backward_are_refused(prompts):
     experiment = tiny.start(tiny.tiny_config(prompts, grpo={"micro_batch_size": 2}))
-    with pytest.raises(
-        ValueError, match="reweight needs 1"
-    ):
+    with pytest.raises(ValueError, match="reweight needs 1"):
         experiment.runner("reweight")
     platform.destroy_distributed()

@@ -14,8 +14,8 @@ from tests.grpo import tiny
 BETWEEN_SCHEDULES = {"float32": 1e-6, "float64": 1e-12}
 # Sums over ranks and matrix products of other shapes round in another order.
 BETWEEN_LAYOUTS = {"float32": 1e-5, "float64": 1e-11}
-# World size, tensor-parallel size.
-LAYOUTS = {"tp 2": (2, 2), "dp 2": (2, 1), "tp 2 dp 2": (4, 2)}
+# World size, tensor-parallel size, and the first case: placement matters with data parallel only.
+LAYOUTS = {"tp 2": (2, 2, 2), "dp 2": (2, 1, 0), "tp 2 dp 2": (4, 2, 1)}
 # A rank has 4 of 8 samples at data-parallel size 2: 2 divides, 3 does not, 8 is more.
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "spread, 2 at a time": {"grpo": {"placement": "spread", "micro_batch_size": 2}},
@@ -37,10 +37,12 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def _gradients(prompts: str, dtype: str, tensor_parallel: int) -> dict[str, dict[str, Any]]:
+def _gradients(
+    prompts: str, dtype: str, tensor_parallel: int, first_case: int = 0
+) -> dict[str, dict[str, Any]]:
     """By case: the gradient by replay, how far retain is from it, and the ratios."""
     results = {}
-    for case, sections in CASES.items():
+    for case, sections in list(CASES.items())[first_case:]:
         defaults = {
             "model": {"dtype": dtype},
             "parallel": {"tensor_model_parallel_size": tensor_parallel},
@@ -87,8 +89,8 @@ def test_in_one_process_retain_equals_replay_and_ratios_are_one(alone, dtype):
 def test_in_every_layout_both_schedules_give_the_gradient_of_one_process(
     run_ranks, prompts, alone, layout, dtype
 ):
-    world, tensor_parallel = LAYOUTS[layout]
-    for rank, results in enumerate(run_ranks(world, _gradients, prompts, dtype, tensor_parallel)):
+    world, *arguments = LAYOUTS[layout]
+    for rank, results in enumerate(run_ranks(world, _gradients, prompts, dtype, *arguments)):
         for case, result in results.items():
             error, name = result["schedules"]
             assert error <= BETWEEN_SCHEDULES[dtype], (rank, case, name)
