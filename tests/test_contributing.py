@@ -83,6 +83,9 @@ def test_adding_a_recipe(checkout):
 
 def test_adding_a_model(checkout):
     walk("Add a model", checkout)
+    run = checkout / "toy_run"
+    assert json.loads((run / "summary.json").read_text())["iterations"] == 1
+    assert [folder.name for folder in (run / "checkpoints").iterdir()] == ["step_000001"]
 
 
 def test_the_code_it_shows_is_in_the_style_it_asks_for(tmp_path):

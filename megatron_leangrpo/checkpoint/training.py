@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron_leangrpo import platform
 from megatron_leangrpo.files import atomic_write
+from megatron_leangrpo.models.common.weights import sharded_parameters
 
 FORMAT = 1
 POSITION = "position.json"
@@ -130,7 +131,7 @@ def _one_error(kind: type[Exception], what: str) -> Iterator[None]:
 def load_weights(checkpoint: Path, model: torch.nn.Module, average: bool) -> None:
     """Load only the weights of a checkpoint, or their average (a collective)."""
     read_position(checkpoint)
-    weights = model.sharded_state_dict()
+    weights = sharded_parameters(model)
     if average:
         values = {name: p.detach() for name, p in model.named_parameters()}
         weights = _average_shards(weights, values)
@@ -167,7 +168,7 @@ def _checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _sharded_state(state: TrainingState, loading: bool) -> dict[str, Any]:
-    model = state.model.sharded_state_dict()
+    model = sharded_parameters(state.model)
     optimizer = state.optimizer.sharded_state_dict(
         model, is_loading=loading, metadata=_OPTIMIZER_FORMAT
     )

@@ -1,14 +1,27 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """Which transformer a run trains: the architecture of its base or preset, and its weights."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from megatron_leangrpo import platform
 from megatron_leangrpo.config import RunConfig
 from megatron_leangrpo.grpo.assets import resolve_asset
+from megatron_leangrpo.models.common.config import TransformerSettings
+from megatron_leangrpo.models.common.weights import (
+    Rule,
+    check_names,
+    full_tensors,
+    gradient_of,
+    initialise,
+    load_full_tensors,
+    shard_dim,
+    unwrapped,
+)
 from megatron_leangrpo.models.families import ModelFamily, find_preset, model_family
 from megatron_leangrpo.models.loading import load_transformer_folder
 
@@ -20,7 +33,7 @@ class Architecture:
     """A checked model configuration and where its weights come from."""
 
     family: ModelFamily
-    config: Any
+    config: TransformerSettings
     """The family's configuration."""
     base: Path | None
     """Pipeline folder; None for random weights."""
@@ -36,21 +49,41 @@ class Architecture:
         with torch.device(device):
             model = self.family.build(self.config)
         if self.base is None:
-            self.family.initialise(model, self.seed)
+            initialise(model, self.weight_rules, self.seed)
         else:
-            _, tensors = load_transformer_folder(self.base / "transformer", self.family.class_name)
-            self.family.load(model, tensors)
+            load_full_tensors(model, self.weight_rules, self._tensors())
         return model
 
-    @property
-    def parameters(self) -> int:
-        """Parameters of the whole transformer."""
-        return replace(self.config, tensor_model_parallel_size=1).parameters_per_rank
+    def export_gradients(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Full gradients under diffusers' names, on every rank (a collective)."""
+        return full_tensors(unwrapped(model), self.weight_rules, gradient_of)
 
-    def build_on_meta(self) -> torch.nn.Module:
-        """Build the whole transformer without memory, outside of any process group."""
+    def check_weights(self) -> None:
+        """Raise ``ValueError`` where the base's tensors are not those of the model, by name."""
+        if self.base is not None:
+            check_names(self.on_meta, self.weight_rules, self._tensors())
+
+    @cached_property
+    def on_meta(self) -> torch.nn.Module:
+        """A rank's share without memory, of the layout this process is in: alone, all of it."""
         with torch.device("meta"):
-            return self.family.build(replace(self.config, tensor_model_parallel_size=1))
+            size = platform.tp_size()
+            return self.family.build(replace(self.config, tensor_model_parallel_size=size))
+
+    def count_parameters(self, tensor_parallel: int = 1) -> int:
+        """Parameters of one of `tensor_parallel` ranks; of the whole transformer for 1."""
+        return sum(
+            p.numel() if shard_dim(p) is None else p.numel() * platform.tp_size() // tensor_parallel
+            for p in self.on_meta.parameters()
+        )
+
+    @property
+    def weight_rules(self) -> Sequence[Rule]:
+        """The table of the model's weights."""
+        return self.family.weight_rules(self.config)
+
+    def _tensors(self) -> Mapping[str, torch.Tensor]:
+        return load_transformer_folder(self.base / "transformer", self.family.class_name)[1]
 
 
 def resolve_architecture(config: RunConfig, needs_weights: bool = True) -> Architecture:

@@ -73,7 +73,7 @@ def compare_schedules(
         peaks[name] = peak_allocated_bytes(
             lambda r=runner, m=metrics: m.update(_run(r, experiment))
         )
-        gradients[name] = experiment.architecture.family.export_gradients(experiment.model)
+        gradients[name] = experiment.architecture.export_gradients(experiment.model)
         ratios[name] = (metrics["ratio_min"], metrics["ratio_max"])
         advance(1)
     times: dict[str, list[dict[str, float]]] = {name: [] for name in schedules}

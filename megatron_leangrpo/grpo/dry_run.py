@@ -55,6 +55,7 @@ def check_run(config: RunConfig, world_size: int, needs_weights: bool = True) ->
     )
     architecture = resolve_architecture(config, needs_weights=needs_weights)
     check_parts(architecture)
+    architecture.check_weights()
     shape, grid = latent_geometry(config, architecture)
     settings = RolloutSettings.from_config(config.sampling, shape, config.seed)
     objective_config(config)
@@ -92,8 +93,6 @@ def check_and_describe(config: RunConfig, console: Console, world_size: int | No
         "schedule": _describe_schedule(config, checked.trained_steps),
     }
     if dry_run:
-        built = sum(p.numel() for p in architecture.build_on_meta().parameters())
-        assert built == architecture.parameters, (built, architecture.parameters)
         sizes = rank_bytes(config, architecture, world // tp)
         total = sum(dataclasses.astuple(sizes))
         parts = ", ".join(f"{n} {byte_size(v)}" for n, v in dataclasses.asdict(sizes).items() if v)
@@ -103,7 +102,7 @@ def check_and_describe(config: RunConfig, console: Console, world_size: int | No
 
 def rank_bytes(config: RunConfig, architecture: Architecture, dp_size: int) -> RankBytes:
     """Bytes of weights, gradients and their followers on one rank, before activations."""
-    count = architecture.config.parameters_per_rank
+    count = architecture.count_parameters(config.parallel.tensor_model_parallel_size)
     width = torch.empty((), dtype=architecture.config.params_dtype).element_size()
     wide = max(width, 4)
     # Two moments, and a float32 copy of weights that are narrower than that.
@@ -142,7 +141,7 @@ def _describe_model(config: RunConfig, architecture: Architecture) -> str:
     else:
         source = f"preset {config.model.preset}, random weights"
     return (
-        f"{source}: {architecture.parameters:,} parameters, "
+        f"{source}: {architecture.count_parameters():,} parameters, "
         f"{architecture.family.describe(architecture.config)}, {config.model.dtype}"
     )
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_leangrpo import platform
+from megatron_leangrpo.models.common.weights import sharded_parameters
 from megatron_leangrpo.models.flux.model import FluxTransformer
 from megatron_leangrpo.models.flux.weight_map import (
     export_diffusers_state_dict,
@@ -83,7 +84,7 @@ def _save(tensor_parallel: int, weights: dict, folder: str) -> None:
     model = _model(tensor_parallel, sequence_parallel=False)
     load_diffusers_state_dict(model, weights)
     with platform.host_mode():
-        dist_checkpointing.save({"model": model.sharded_state_dict()}, folder)
+        dist_checkpointing.save({"model": sharded_parameters(model)}, folder)
 
 
 def _restore(tensor_parallel: int, folder: str) -> dict:
@@ -91,7 +92,7 @@ def _restore(tensor_parallel: int, folder: str) -> dict:
 
     model = _model(tensor_parallel, sequence_parallel=False)
     with platform.host_mode():
-        loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, folder)
+        loaded = dist_checkpointing.load({"model": sharded_parameters(model)}, folder)
     model.load_state_dict(loaded["model"])
     return export_diffusers_state_dict(model)
 

@@ -73,9 +73,7 @@ def load_full_tensors(
     one when it is read.
     """
     parameters = _checked_parameters(model, rules)
-    shapes = full_shapes(model, rules)
-    _refuse("misses", sorted(set(shapes) - set(tensors)))
-    _refuse("has unknown", sorted(set(tensors) - set(shapes)))
+    shapes = check_names(model, rules, tensors)
     with torch.no_grad():
         for rule in rules:
             theirs = tuple(tensors[name] for name in rule.theirs)
@@ -88,6 +86,21 @@ def load_full_tensors(
             for name, full in zip(rule.ours, rule.to_ours(theirs)):
                 parameter = parameters[name]
                 parameter.copy_(_own_shard(full, parameter))
+
+
+def check_names(
+    model: torch.nn.Module, rules: Sequence[Rule], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Size]:
+    """The shapes that full tensors must have; ValueError for missing or unknown ones."""
+    shapes = full_shapes(model, rules)
+    _refuse("misses", sorted(set(shapes) - set(tensors)))
+    _refuse("has unknown", sorted(set(tensors) - set(shapes)))
+    return shapes
+
+
+def initialise(model: torch.nn.Module, rules: Sequence[Rule], seed: int) -> None:
+    """Random weights from torch's distributions for linears, the same in every layout."""
+    load_full_tensors(model, rules, RandomTensors(full_shapes(model, rules), seed))
 
 
 def full_tensors(
@@ -160,7 +173,7 @@ def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
     return torch.zeros_like(parameter) if gradient is None else gradient.detach()
 
 
-def sharded_parameters(model: torch.nn.Module, prefix: str = "") -> dict[str, Any]:
+def sharded_parameters(model: torch.nn.Module) -> dict[str, Any]:
     """The parameters for megatron's distributed checkpoints, which load at any parallel size.
 
     megatron's own walk over the modules takes whatever is in a ModuleList for replicated.
@@ -173,11 +186,11 @@ def sharded_parameters(model: torch.nn.Module, prefix: str = "") -> dict[str, An
     groups = {"tp_group": platform.tp_group(), "dp_cp_group": platform.dp_group()}
     sharded = {}
     for name, parameter in model.named_parameters():
-        key, dim = f"{prefix}{name}", shard_dim(parameter)
+        dim = shard_dim(parameter)
         if dim is None:
-            sharded[key] = make_sharded_tensor_for_checkpoint(parameter, key, **groups)
+            sharded[name] = make_sharded_tensor_for_checkpoint(parameter, name, **groups)
         else:
-            sharded[key] = make_tp_sharded_tensor_for_checkpoint(parameter, key, dim, **groups)
+            sharded[name] = make_tp_sharded_tensor_for_checkpoint(parameter, name, dim, **groups)
     return sharded
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
+from megatron_leangrpo.models.common.config import TransformerSettings
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -18,7 +18,7 @@ SINUSOID_WIDTH = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class FluxConfig:
+class FluxConfig(TransformerSettings):
     """Architecture of a FLUX transformer and how it is sharded; checked when built."""
 
     num_double_blocks: int = 19
@@ -30,25 +30,13 @@ class FluxConfig:
     num_attention_heads: int = 24
     """Heads; the tensor-parallel size must divide them."""
     in_channels: int = 64
-    """Channels of a packed latent token."""
     out_channels: int = 64
     """Channels of the velocity of a token."""
     joint_attention_dim: int = 4096
-    """Width of the prompt embeddings (T5)."""
     pooled_projection_dim: int = 768
-    """Width of the pooled prompt embedding (CLIP)."""
     guidance_embeds: bool = True
-    """Whether the guidance scale is an input (it is in FLUX.1-dev, not in schnell)."""
     axes_dims_rope: tuple[int, ...] = (16, 56, 56)
     """Rotary dimensions of the axes (unused, row, column); they add up to the head dimension."""
-    recompute_granularity: str = "none"
-    """none keeps all activations, selective recomputes attention, full recomputes every block."""
-    params_dtype: torch.dtype = torch.float32
-    """Dtype of weights and activations."""
-    tensor_model_parallel_size: int = 1
-    """Ranks over which heads and features are sharded."""
-    sequence_parallel: bool = False
-    """Shard the tokens between the linears over the same ranks; without effect on one rank."""
 
     def __post_init__(self) -> None:
         heads, hidden, tp = (
@@ -85,54 +73,15 @@ class FluxConfig:
         """Width inside the MLPs."""
         return MLP_RATIO * self.hidden_size
 
-    @property
-    def parameters_per_rank(self) -> int:
-        """Number of parameters that one tensor-parallel rank holds."""
-        hidden, ffn, tp = self.hidden_size, self.ffn_hidden_size, self.tensor_model_parallel_size
-
-        def column(rows: int) -> int:
-            return rows * (hidden + 1) // tp
-
-        def row(columns: int) -> int:
-            return columns * hidden // tp
-
-        def embedder(width: int) -> int:
-            return hidden * (width + 1) + hidden * (hidden + 1)
-
-        stream = column(6 * hidden + 3 * hidden + ffn) + row(hidden + ffn)
-        double = 2 * (stream + 2 * self.head_dim + 2 * hidden)
-        single = column(3 * hidden + 3 * hidden + ffn) + row(hidden + ffn)
-        single += 2 * self.head_dim + hidden
-        inputs = hidden * (self.in_channels + 1) + hidden * (self.joint_attention_dim + 1)
-        inputs += embedder(SINUSOID_WIDTH) * (2 if self.guidance_embeds else 1)
-        inputs += embedder(self.pooled_projection_dim)
-        outputs = column(2 * hidden) + (hidden + 1) * self.out_channels
-        blocks = self.num_double_blocks * double + self.num_single_blocks * single
-        return inputs + blocks + outputs
-
     def transformer_config(self) -> TransformerConfig:
         """What megatron-core's layers, data-parallel wrapper and optimizer want to know."""
-        from megatron.core.transformer.transformer_config import TransformerConfig
-
-        return TransformerConfig(
+        return self.megatron_config(
             num_layers=self.num_double_blocks + self.num_single_blocks,
             hidden_size=self.hidden_size,
             num_attention_heads=self.num_attention_heads,
             ffn_hidden_size=self.ffn_hidden_size,
-            tensor_model_parallel_size=self.tensor_model_parallel_size,
-            sequence_parallel=self.sequence_parallel and self.tensor_model_parallel_size > 1,
-            params_dtype=self.params_dtype,
-            bf16=self.params_dtype == torch.bfloat16,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            # Weights are filled by the loader or by `initialise`, on torch's default device.
-            use_cpu_initialization=True,
-            perform_initialization=False,
             # megatron sums the gradients of the per-head norms over tensor-parallel ranks.
             qk_layernorm=True,
-            # The objective is already divided by the global number of samples and steps.
-            calculate_per_token_loss=True,
-            gradient_accumulation_fusion=False,
         )
 
 

@@ -4,11 +4,7 @@
 from megatron_leangrpo.models.families import ModelFamily
 from megatron_leangrpo.models.flux.config import PRESETS, FluxConfig, from_diffusers_config
 from megatron_leangrpo.models.flux.model import FluxTransformer
-from megatron_leangrpo.models.flux.weight_map import (
-    export_diffusers_gradients,
-    initialise,
-    load_diffusers_state_dict,
-)
+from megatron_leangrpo.models.flux.weight_map import weight_rules
 from megatron_leangrpo.models.loading import FLUX_CLASS
 
 
@@ -24,8 +20,6 @@ FAMILY = ModelFamily(
     presets=PRESETS,
     from_diffusers_config=from_diffusers_config,
     build=FluxTransformer,
-    initialise=initialise,
-    load=load_diffusers_state_dict,
-    export_gradients=export_diffusers_gradients,
+    weight_rules=weight_rules,
     describe=_describe,
 )

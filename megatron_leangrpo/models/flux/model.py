@@ -31,7 +31,6 @@ from megatron_leangrpo.models.common.linear import (
     RowParallelLinear,
 )
 from megatron_leangrpo.models.common.modulation import Modulation, gated_residual, modulated_norm
-from megatron_leangrpo.models.common.weights import sharded_parameters
 from megatron_leangrpo.models.flux.config import SINUSOID_WIDTH, FluxConfig
 from megatron_leangrpo.models.flux.positions import Positions
 from megatron_leangrpo.parallel.mappings import enter_tensor_parallel, gather_tokens, scatter_tokens
@@ -101,13 +100,6 @@ class FluxTransformer(MegatronModule):
         if layout.shards > 1:
             velocity = gather_tokens(velocity, self.tp_group)[: layout.image]
         return velocity.transpose(0, 1).contiguous()
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
-        """The weights as megatron's `dist_checkpointing` wants them."""
-        assert not sharded_offsets
-        return sharded_parameters(self, prefix)
 
     def run_block(self, block: torch.nn.Module, *inputs: object) -> Any:
         """A block's output; under full recomputation the graph keeps the block's inputs alone."""

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 
 import torch
 
+from megatron_leangrpo.models.common import weights
 from megatron_leangrpo.models.common.weights import (
-    RandomTensors,
     Rule,
     concatenated,
-    full_shapes,
     full_tensors,
     gradient_of,
     heads_interleaved,
@@ -132,7 +131,6 @@ def export_diffusers_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor
 
 
 def initialise(model: torch.nn.Module, seed: int) -> None:
-    """Random weights from torch's distributions for linears, the same in every layout."""
+    """Random weights, the same in every layout."""
     model = unwrapped(model)
-    rules = weight_rules(model.flux_config)
-    load_full_tensors(model, rules, RandomTensors(full_shapes(model, rules), seed))
+    weights.initialise(model, weight_rules(model.flux_config), seed)

@@ -1,0 +1,58 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""What the configuration of every model says, and what megatron-core wants to know of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerSettings:
+    """A model's inputs, and how a run computes and shards it; each model adds its own sizes."""
+
+    in_channels: int
+    """Channels of a latent token, and of its velocity."""
+    joint_attention_dim: int
+    """Width of the prompt embeddings (T5)."""
+    pooled_projection_dim: int
+    """Width of the pooled prompt embedding (CLIP)."""
+    guidance_embeds: bool = False
+    """Whether the guidance scale is an input (it is in FLUX.1-dev, not in schnell)."""
+    recompute_granularity: str = "none"
+    """none keeps all activations, selective recomputes attention, full recomputes every block."""
+    params_dtype: torch.dtype = torch.float32
+    """Dtype of weights and activations."""
+    tensor_model_parallel_size: int = 1
+    """Ranks over which heads and features are sharded."""
+    sequence_parallel: bool = False
+    """Shard the tokens between the linears over the same ranks; without effect on one rank."""
+
+    def megatron_config(self, **sizes: Any) -> TransformerConfig:
+        """For megatron-core's layers, data-parallel wrapper and optimizer.
+
+        `sizes` are num_layers, hidden_size, num_attention_heads, ffn_hidden_size and whatever else
+        of `TransformerConfig` a model needs.
+        """
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        return TransformerConfig(
+            tensor_model_parallel_size=self.tensor_model_parallel_size,
+            sequence_parallel=self.sequence_parallel and self.tensor_model_parallel_size > 1,
+            params_dtype=self.params_dtype,
+            bf16=self.params_dtype == torch.bfloat16,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            # Weights are filled by the loader or drawn by name, on torch's default device.
+            use_cpu_initialization=True,
+            perform_initialization=False,
+            # The objective is already divided by the global number of samples and steps.
+            calculate_per_token_loss=True,
+            gradient_accumulation_fusion=False,
+            **sizes,
+        )
