@@ -107,7 +107,7 @@ def test_numbers_that_cannot_work_are_refused_with_the_nearest_that_can(
     monkeypatch.setenv("WORLD_SIZE", str(world))
     with pytest.raises(ValueError, match=r"grpo\.prompts_per_iteration") as error:
         commands.train(recipes["p3"], overrides, dry_run=True)
-    nearest = {3: "[6, 9]", 5: "[5, 10]", 1: "at least 1"}[world]
+    nearest = {3: "[6, 9]", 5: "[5, 10]", 1: "1 or more"}[world]
     assert nearest in str(error.value)
 
 
