@@ -359,7 +359,7 @@ def test_help_shows_the_recipes_and_then_the_settings_of_one(leangrpo):
     assert (outcome.status, outcome.err) == (0, "")
     text = " ".join(outcome.out.split())
     assert "--dry-run" in text
-    assert "Samples a prompt (G). (type: int, default: 8)" in text
+    assert "Samples a prompt (G). (type: int, default: 12)" in text
     assert "default: {'jpeg_compressibility': 1.0})" in text
 
 
