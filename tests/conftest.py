@@ -8,10 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron_leangrpo.reporting.quiet import quiet_libraries
 from tests.distributed.launcher import RankLauncher
 
 # Set before any test module imports torch: the ranks of a test share the machine's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# As the command line does before it imports anything heavy: libraries read this when imported.
+quiet_libraries()
 
 
 @pytest.fixture(scope="session")
