@@ -1,7 +1,7 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """Seconds of replay and retain, of replay with recomputation, and of our rollout and diffusers'.
 
-    OMP_NUM_THREADS=1 python -m tests.benchmarks.flux_schedules [--repeat 5] [--micro-batch-size 2]
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.flux_schedules [--repeat 5] [--group-size 8]
 
 Recipe flux_bench (N = 16, T = 9) in one process on one thread. All contestants run interleaved,
 with the same weights, prompts, noise and micro-batches; medians and ranges are shown.
@@ -80,12 +80,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--micro-batch-size", type=int, default=2)
+    parser.add_argument("--group-size", type=int, default=8)
     arguments = parser.parse_args()
     quiet_libraries()
     torch.set_num_threads(1)
     platform.initialize_distributed()
     experiment, recomputing = (
-        _experiment(arguments.micro_batch_size, granularity) for granularity in ("none", "full")
+        _experiment(arguments, granularity) for granularity in ("none", "full")
     )
     runs: dict[str, Callable[[], float]] = {
         "rollout, diffusers": _timed(DiffusersRollout(experiment).run),
@@ -106,9 +107,10 @@ def main() -> None:
     _report(console, times, arguments)
 
 
-def _experiment(micro_batch_size: int, recompute_granularity: str) -> Experiment:
+def _experiment(arguments: argparse.Namespace, recompute_granularity: str) -> Experiment:
     overrides = [
-        f"--grpo.micro_batch_size={micro_batch_size}",
+        f"--grpo.micro_batch_size={arguments.micro_batch_size}",
+        f"--grpo.group_size={arguments.group_size}",
         f"--model.recompute_granularity={recompute_granularity}",
     ]
     return build_experiment(read_config(read_recipe("flux_bench"), overrides))
@@ -140,8 +142,8 @@ def _report(console: Console, times: dict[str, list[float]], arguments: argparse
             ceiling = f"{FORWARDS[name] / FORWARDS['retain']:.2f}"
         rows.append([name, f"{medians[name]:.2f}", spread, ratio, ceiling])
     title = (
-        f"flux_bench, micro-batch {arguments.micro_batch_size}, one thread, medians of "
-        f"{arguments.repeat} interleaved runs (rewards not counted)"
+        f"flux_bench, group of {arguments.group_size}, micro-batch {arguments.micro_batch_size}, "
+        f"one thread, medians of {arguments.repeat} interleaved runs (rewards not counted)"
     )
     console.table(["", "seconds", "range", "against retain", "FLOP ceiling"], rows, title)
     ratio = medians["rollout, ours"] / medians["rollout, diffusers"]
