@@ -7,15 +7,18 @@ import json
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from math import nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_leangrpo import cli, errors, platform
 from megatron_leangrpo.config_reader import packaged_recipes
 from megatron_leangrpo.grpo.assets import ASSETS
+from megatron_leangrpo.grpo.iteration import IterationRunner
 from tests.grpo import tiny
 
 
@@ -57,7 +60,7 @@ def leangrpo(capfd, monkeypatch, tmp_path) -> Iterator[Command]:
 def recipe(tmp_path_factory) -> str:
     """A run of milliseconds; 2 prompts x 4 samples."""
     folder = tmp_path_factory.mktemp("recipe")
-    config = tiny.tiny_config(tiny.write_prompts(folder), grpo={"iterations": 2})
+    config = tiny.tiny_config(tiny.write_prompts(folder, count=2), grpo={"iterations": 2})
     return tiny.write_recipe(config, folder)
 
 
@@ -227,7 +230,7 @@ def test_more_prompts_than_ranks_can_share_are_refused_with_the_nearest(
     leangrpo, recipe, monkeypatch
 ):
     monkeypatch.setenv("WORLD_SIZE", "3")
-    parts = ["grpo.prompts_per_iteration", "2", "3 data-parallel ranks", "[3]"]
+    parts = ["grpo.prompts_per_iteration = 2", "3 data-parallel ranks", "[3]", "spread"]
     refuses(leangrpo, parts, "train", recipe, "--dry-run", "--grpo.placement=local")
 
 
@@ -348,6 +351,100 @@ def test_a_broken_base_is_refused_by_file_and_tensor(leangrpo, recipe, case):
     damage(Path("base"))
     arguments = ["--model.base=base", "--sampling.height=32", "--sampling.width=32"]
     refuses(leangrpo, ["model.base", *parts], "train", recipe, *arguments)
+
+
+class NotANumber(tiny.SmoothReward):
+    """Its second prompt has no score."""
+
+    def __call__(self, images, prompts, metadata) -> torch.Tensor:
+        scores = super().__call__(images, prompts, metadata)
+        return torch.where(torch.tensor([p == "the number 1" for p in prompts]), nan, scores)
+
+
+class Enormous(tiny.SmoothReward):
+    """A number in float64, but no gradient in float32."""
+
+    def __call__(self, images, prompts, metadata) -> torch.Tensor:
+        return super().__call__(images, prompts, metadata) * 1e300
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        (
+            ["reward.weights={tests.test_cli:NotANumber: 1.0}"],
+            ["tests.test_cli:NotANumber", "'the number 1'", "nan"],
+        ),
+        (
+            ["reward.weights={tests.test_cli:Enormous: 1.0}", "grpo.advantage=dr_grpo"],
+            ["gradient norm is", "at update 1"],
+        ),
+    ],
+)
+def test_what_is_not_finite_ends_the_run_with_status_1_and_one_line(
+    leangrpo, recipe, settings, parts
+):
+    # An advantage of 1e300 must not be clipped away.
+    options = [*settings, "grpo.adv_clip=null", "output=run"]
+    outcome = leangrpo("train", recipe, *(f"--{option}" for option in options))
+    assert outcome.status == 1, outcome
+    assert outcome.err.startswith("leangrpo: error: ")
+    assert outcome.err.count("\n") == 1
+    assert all(part in outcome.err for part in parts), outcome.err
+    assert "iteration 1/" not in outcome.out
+    # What is there is whole, and says what was run.
+    assert leangrpo("train", "run/config.yaml", "--output=again", "--dry-run").status == 0
+
+
+def test_interrupting_says_so_in_one_line(leangrpo, recipe, monkeypatch):
+    def interrupt(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(IterationRunner, "run", interrupt)
+    outcome = leangrpo("train", recipe)
+    assert (outcome.status, outcome.err) == (130, "leangrpo: interrupted\n")
+
+
+def test_train_resume_and_sample(leangrpo, recipe):
+    """What a newcomer does, mistakes included."""
+    assert leangrpo("train", recipe, "--output=run", "--checkpoint.interval=1").status == 0
+    run = files(Path("run"))
+    assert {"config.yaml", "metrics.jsonl", "summary.json", "curves.png"} <= run.keys()
+
+    refuses(leangrpo, ["already holds a run", "resume=true"], "train", recipe, "--output=run")
+    resume = ["--output=run", "--checkpoint.resume=true"]
+    outcome = leangrpo("train", recipe, *resume)
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "has finished its 2 iterations" in outcome.out
+    assert {k: v for k, v in files(Path("run")).items() if k != ".lock"} == {
+        k: v for k, v in run.items() if k != ".lock"
+    }
+
+    shutil.copytree("run", "broken")
+    shutil.rmtree("broken/checkpoints")
+    resume = ["--output=broken", "--checkpoint.resume=true"]
+    refuses(leangrpo, ["broken", "holds no checkpoint"], "train", recipe, *resume)
+
+    outcome = leangrpo("sample", recipe, "--checkpoint=run", "--output=pictures")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "step_000002" in outcome.out
+    assert len(list(Path("pictures/samples").glob("0*.png"))) == 2
+    refuses(leangrpo, ["no readable position.json"], "sample", recipe, "--checkpoint=pictures")
+
+
+def test_compare_writes_its_table_and_its_gradient(leangrpo, recipe):
+    files = ["--json", "table.json", "--dump-grads", "gradient.safetensors"]
+    outcome = leangrpo("compare", recipe, "--schedules", "replay, retain", "--repeat", "1", *files)
+    assert (outcome.status, outcome.err) == (0, "")
+    table = json.loads(Path("table.json").read_text())
+    assert table["schedules"].keys() == {"replay", "retain"}
+    documented = {"rel_error", "cosine", "time_rollout", "time_update", "time_total"}
+    assert documented | {"peak_activation_bytes"} <= table["schedules"]["retain"].keys()
+    assert table["schedules"]["retain"]["rel_error"] <= 1e-6
+    assert table["settings"]["grpo"]["group_size"] == 4
+    gradient = load_file("gradient.safetensors")
+    assert gradient["proj_out.weight"].any()
+    assert all(line in outcome.out for line in ("replay", "retain", "rel. error"))
 
 
 def test_help_shows_the_recipes_and_then_the_settings_of_one(leangrpo):

@@ -29,15 +29,18 @@ class LatentCodec(Protocol):
 
 
 def check_size(height: int, width: int, multiple: int = FLUX_MULTIPLE) -> None:
-    """ValueError naming the side, its value, the multiple and the two nearest valid values."""
+    """ValueError naming each bad side, its value, the multiple and the two nearest valid values."""
+    problems = []
     for name, side in (("height", height), ("width", width)):
         if side > 0 and side % multiple == 0:
             continue
         below = max(multiple, side // multiple * multiple)
-        raise ValueError(
+        problems.append(
             f"sampling.{name}={side}: must be a positive multiple of {multiple}; "
             f"nearest valid: {below} or {below + multiple}"
         )
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def token_grid(height: int, width: int, multiple: int) -> tuple[int, int]:

@@ -41,7 +41,8 @@ def train(recipe: str, overrides: Sequence[str], dry_run: bool = False) -> None:
         advance(1)
     experiment.scorer.warn = console.warning
     if platform.is_logging_rank():
-        for note in experiment.encoder.notes([prompt.text for prompt in experiment.prompts]):
+        prompts = (*experiment.prompts, *experiment.evaluation_prompts)
+        for note in experiment.encoder.notes([prompt.text for prompt in prompts]):
             console.warning(note)
     directory = _run_directory(config)
     report = RunReport(config, directory, console, platform.is_logging_rank())

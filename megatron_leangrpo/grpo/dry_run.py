@@ -137,7 +137,7 @@ def _describe_model(config: RunConfig, architecture: Architecture) -> str:
         source = str(architecture.base)
     elif config.model.base:
         preset = config.model.preset
-        source = f"{config.model.base}, not on this machine and taken for preset {preset}"
+        source = f"{config.model.base} (not on this machine, sizes of preset {preset})"
     else:
         source = f"preset {config.model.preset}, random weights"
     return (

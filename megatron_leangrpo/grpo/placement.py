@@ -73,10 +73,11 @@ def check_placement(
         return
     share = 1 if placement == "local" else group_size // updates
     near = _nearest_multiples(prompts, lambda p: p * share % dp_size == 0)
-    what = "grpo.prompts_per_iteration" if placement == "local" else "trajectories of an update"
+    what = "groups" if placement == "local" else "trajectories of an update"
     raise ValueError(
-        f"grpo.placement = {placement} deals {what} = {dealt} over {dp_size} data-parallel ranks, "
-        f"which does not divide it; nearest valid grpo.prompts_per_iteration: {near}"
+        f"grpo.prompts_per_iteration = {prompts} and grpo.group_size = {group_size} make {dealt} "
+        f"{what}, which {dp_size} data-parallel ranks do not divide (grpo.placement = "
+        f"{placement}); nearest valid grpo.prompts_per_iteration: {near}"
         + ("" if placement == "spread" else ", or grpo.placement = spread")
     )
 

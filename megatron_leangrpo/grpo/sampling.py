@@ -21,10 +21,10 @@ def sample_pictures(experiment: Experiment, console: Console, checkpoint: Path |
         console.line(f"weights of {checkpoint}")
     evaluator = experiment.evaluator()
     evaluator.items = evaluator.items[: config.evaluation.grid_images]
-    with console.progress("sampling", len(evaluator.items)) as advance:
-        evaluation = evaluator.run(lambda count: advance(count * platform.dp_size()))
     for note in experiment.encoder.notes([prompt.text for prompt, _ in evaluator.items]):
         console.warning(note)
+    with console.progress("sampling", len(evaluator.items)) as advance:
+        evaluation = evaluator.run(lambda count: advance(count * platform.dp_size()))
     console.line(
         evaluation_line(
             iteration, evaluation.reward_mean, evaluation.correct, experiment.scorer.verdict

@@ -34,9 +34,10 @@ def final_line(summary: Mapping[str, Any], samples: str) -> str:
     Reads eval_reward_before and _after, seconds and, where the reward can tell right from wrong,
     eval_correct_before and _after (shares) and correct_means ("read correctly").
     """
-    parts = [
-        f"reward {summary['eval_reward_before']:.2f} -> {summary['eval_reward_after']:.2f}",
-    ]
+    rewards = summary["eval_reward_before"], summary["eval_reward_after"]
+    # Two decimals say nothing of a reward that is a file size in megabytes.
+    shown = [f"{r:.2f}" if max(map(abs, rewards)) >= 0.1 else number(r) for r in rewards]
+    parts = [f"reward {shown[0]} -> {shown[1]}"]
     before, after = summary.get("eval_correct_before"), summary.get("eval_correct_after")
     if before is not None and after is not None:
         meaning = summary.get("correct_means", "correct")
@@ -51,6 +52,8 @@ def number(value: float | None) -> str:
         return "-"
     if value != 0 and not 1e-3 <= abs(value) < 1e5:
         return f"{value:.2e}"
+    if 0 < abs(value) < 0.1:
+        return f"{value:.3g}"
     return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
 
 
