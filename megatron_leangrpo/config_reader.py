@@ -37,19 +37,36 @@ def packaged_recipes() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
-def read_recipe(name: str) -> Recipe:
-    """Read a packaged recipe by name or a YAML file by path."""
+def read_recipe(name: str, above: tuple[Path, ...] = ()) -> Recipe:
+    """Read a packaged recipe by name or a YAML file by path.
+
+    A path after `extends:` is taken from the folder of the file that says it. `above` are the
+    recipes that extend this one.
+    """
     path = _recipe_path(name)
+    if path in above:
+        raise ValueError(f"recipe {name}: extends itself, by way of {above[-1]}")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"recipe {name}: {path} is not readable YAML: {error}") from error
+        cause = " ".join(str(error).split())
+        raise ValueError(f"recipe {name}: {path} is not readable YAML: {cause}") from error
     if not isinstance(content, dict):
         raise ValueError(f"recipe {name}: {path} must hold sections with keys, not {content!r:.80}")
     meta = {key: content.pop(key, None) for key in META_KEYS}
     content.setdefault("recipe", path.stem)
     _check_keys(_flatten(content), f"recipe {path.name}")
-    below = read_recipe(meta["extends"]).layers if meta["extends"] else ()
+    for section in _sections_with_keys() & content.keys():
+        content[section] = {} if content[section] is None else content[section]
+        if not isinstance(content[section], dict):
+            raise ValueError(
+                f"recipe {path.name}: {section} = {content[section]!r} must hold keys and values"
+            )
+    below: tuple[dict[str, Any], ...] = ()
+    if meta["extends"]:
+        base = str(meta["extends"])
+        base = str(path.parent / base) if _is_path(base) else base
+        below = read_recipe(base, (*above, path)).layers
     return Recipe(
         name=path.stem,
         layers=(*below, content),
@@ -104,10 +121,10 @@ def _sections() -> set[str]:
 
 
 def _recipe_path(name: str) -> Path:
-    if name.endswith((".yaml", ".yml")) or "/" in name:
+    if _is_path(name):
         if not Path(name).is_file():
             raise ValueError(f"recipe {name!r}: no such file")
-        return Path(name)
+        return Path(name).resolve()
     path = RECIPES / f"{name}.yaml"
     if not path.is_file():
         raise ValueError(
@@ -115,6 +132,10 @@ def _recipe_path(name: str) -> Path:
             f"packaged recipes: {', '.join(packaged_recipes())}, or give a path to a .yaml file"
         )
     return path
+
+
+def _is_path(recipe: str) -> bool:
+    return recipe.endswith((".yaml", ".yml")) or "/" in recipe
 
 
 def known_keys() -> set[str]:
@@ -127,9 +148,12 @@ def known_keys() -> set[str]:
     return keys
 
 
-def _leaves() -> list[str]:
-    known = known_keys()
-    return [key for key in known if not any(other.startswith(f"{key}.") for other in known)]
+def _sections_with_keys() -> set[str]:
+    return {key.split(".")[0] for key in known_keys() if "." in key}
+
+
+def _leaves() -> set[str]:
+    return known_keys() - _sections_with_keys()
 
 
 def _check_keys(keys: list[str], where: str) -> None:

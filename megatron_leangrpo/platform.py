@@ -50,6 +50,7 @@ def initialize_distributed(
     adapt_megatron_to_host()
     timeout = timedelta(seconds=timeout_seconds)
     if not is_host():
+        check_local_rank(device().index, torch.cuda.device_count())
         torch.cuda.set_device(device())
     world = dist.get_world_size() if dist.is_initialized() else _launched_processes()
     check_tensor_model_parallel_size(tensor_model_parallel_size, world)
@@ -64,6 +65,15 @@ def initialize_distributed(
         get_embedding_ranks=lambda ranks, *_: ranks[:1],
         get_position_embedding_ranks=lambda ranks, *_: ranks[:1],
     )
+
+
+def check_local_rank(local_rank: int, devices: int) -> None:
+    """Raise ValueError where more processes were started on a machine than it has GPUs."""
+    if local_rank >= devices:
+        raise ValueError(
+            f"LOCAL_RANK is {local_rank}, but this machine has {devices} GPU"
+            f"{'s' if devices > 1 else ''}: start at most {devices} here (--nproc-per-node)"
+        )
 
 
 def check_tensor_model_parallel_size(size: int, world: int) -> None:

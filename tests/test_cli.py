@@ -405,6 +405,18 @@ def test_interrupting_says_so_in_one_line(leangrpo, recipe, monkeypatch):
     assert (outcome.status, outcome.err) == (130, "leangrpo: interrupted\n")
 
 
+def test_interrupting_a_save_is_no_failure_of_the_save(leangrpo, recipe, monkeypatch):
+    from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint import CheckpointException
+
+    def interrupt(*arguments: Any) -> None:
+        raise CheckpointException("write", {0: (KeyboardInterrupt(), None)})
+
+    monkeypatch.setattr(dist_checkpointing, "save", interrupt)
+    outcome = leangrpo("train", recipe, "--grpo.iterations=1", "--checkpoint.interval=1")
+    assert (outcome.status, outcome.err) == (130, "leangrpo: interrupted\n")
+
+
 def test_train_resume_and_sample(leangrpo, recipe):
     """What a newcomer does, mistakes included."""
     assert leangrpo("train", recipe, "--output=run", "--checkpoint.interval=1").status == 0

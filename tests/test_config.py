@@ -66,6 +66,7 @@ def test_a_wrong_override_is_refused_by_name(override, names):
         ("grpo: {group_sise: 3}", ["grpo.group_sise", "grpo.group_size"]),
         ("grpo: [1", ["not readable YAML"]),
         ("- 1", ["sections with keys"]),
+        ("grpo: 3", ["grpo = 3", "keys and values"]),
     ],
 )
 def test_a_wrong_recipe_file_is_refused_by_name(tmp_path, content, names):
@@ -74,6 +75,7 @@ def test_a_wrong_recipe_file_is_refused_by_name(tmp_path, content, names):
     with pytest.raises(ValueError) as error:
         read_recipe(str(path))
     assert all(name in str(error.value) for name in ["bad.yaml", *names])
+    assert "\n" not in str(error.value)
 
 
 def test_an_unknown_recipe_names_the_closest():
@@ -81,6 +83,17 @@ def test_an_unknown_recipe_names_the_closest():
         read_recipe("flux_tyni")
     with pytest.raises(ValueError, match="no such file"):
         read_recipe("missing/recipe.yaml")
+
+
+def test_a_recipe_extends_a_file_beside_it_but_not_itself(tmp_path):
+    (tmp_path / "base.yaml").write_text("extends: flux_bench\nseed: 5\n")
+    (tmp_path / "mine.yaml").write_text("extends: base.yaml\ngrpo: {iterations: 3}\nmodel:\n")
+    (tmp_path / "loop.yaml").write_text("extends: ./other.yaml\n")
+    (tmp_path / "other.yaml").write_text("extends: ./loop.yaml\n")
+    config = read_config(read_recipe(str(tmp_path / "mine.yaml")), [])
+    assert (config.seed, config.grpo.iterations, config.model.preset) == (5, 3, "flux_bench")
+    with pytest.raises(ValueError, match=r"extends itself, by way of .*other\.yaml"):
+        read_recipe(str(tmp_path / "loop.yaml"))
 
 
 def test_every_field_says_what_it_does():

@@ -40,6 +40,12 @@ def test_groups_answer_as_one_process_before_anything_is_initialised():
     platform.destroy_distributed()
 
 
+def test_more_processes_than_gpus_are_refused_by_number():
+    platform.check_local_rank(3, devices=4)
+    with pytest.raises(ValueError, match="LOCAL_RANK is 4, but this machine has 4 GPUs"):
+        platform.check_local_rank(4, devices=4)
+
+
 def test_tensor_parallel_size_that_does_not_divide_the_world_is_refused():
     message = (
         r"parallel\.tensor_model_parallel_size is 2, .* 1 process of this run; valid values: 1$"

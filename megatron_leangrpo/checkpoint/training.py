@@ -124,6 +124,8 @@ def _one_error(kind: type[Exception], what: str) -> Iterator[None]:
         cause: BaseException = error
         if isinstance(error, CheckpointException):
             cause = next(iter(error.failures.values()))[0]
+        if isinstance(cause, KeyboardInterrupt):
+            raise cause from None
         lines = str(cause).strip().splitlines() or [""]
         raise kind(f"{what}: {type(cause).__name__} {lines[0]:.200}".rstrip()) from error
 

@@ -98,7 +98,7 @@ def compare(
             for name, report in comparison.reports.items()
         ],
         title=f"{config.recipe}: gradient against {comparison.baseline}, "
-        f"medians of {repeat} interleaved runs on {platform.world_size()} ranks",
+        f"{_count(repeat, 'interleaved run')} on {_count(platform.world_size(), 'rank')}",
     )  # fmt: skip
     if platform.is_logging_rank():
         if json_path:
@@ -144,6 +144,10 @@ def load(recipe: str, overrides: Sequence[str]) -> tuple[RunConfig, str | None]:
     config = read_config(chosen, list(overrides))
     check_bounds(config)
     return config, note
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _check_file(option: str, path: str | None) -> None:
