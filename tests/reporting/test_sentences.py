@@ -45,6 +45,12 @@ def test_the_last_line_says_what_was_achieved():
     assert "%" not in final_line(summary, "s")
 
 
+def test_a_small_reward_keeps_its_digits():
+    """JPEG sizes are in megabytes."""
+    summary = {"eval_reward_before": -0.002345, "eval_reward_after": -0.0011, "seconds": 5}
+    assert final_line(summary, "s").startswith("reward -0.00234 -> -0.0011, ")
+
+
 def test_an_on_policy_iteration_is_short():
     assert iteration_line(3, 40, METRICS) == (
         "iteration  3/40  reward 0.612 ± 0.210  grad 0.840  "
