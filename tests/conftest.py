@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from megatron_leangrpo.reporting.quiet import quiet_libraries
 from tests.distributed.launcher import RankLauncher
+
+if TYPE_CHECKING:
+    from tests.command_line import CommandLine
 
 # Set before any test module imports torch: the ranks of a test share the machine's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -42,4 +46,19 @@ def single_process() -> Iterator[None]:
 
     platform.initialize_distributed(tensor_model_parallel_size=1)
     yield
+    platform.destroy_distributed()
+
+
+@pytest.fixture
+def leangrpo(capfd, monkeypatch, tmp_path) -> Iterator[CommandLine]:
+    """Run `leangrpo` in this process, in an empty directory: `leangrpo("train", recipe)`."""
+    from megatron_leangrpo import errors, platform
+    from tests.command_line import CommandLine
+
+    # A failing command would leave the process at once, to wait for no other rank.
+    monkeypatch.setattr(errors, "_process_group_is_alive", lambda: False)
+    monkeypatch.delenv(errors.TRACEBACK_VARIABLE, raising=False)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    yield CommandLine(capfd)
     platform.destroy_distributed()
