@@ -70,6 +70,9 @@ class SamplingConfig:
     stochastic inside and deterministic outside."""
     timestep_fraction: float | None = None
     """Share of steps trained by first_fraction (0.99) and random_fraction (0.6)."""
+    block_size: int | None = None
+    """random_fraction draws blocks of this many consecutive steps instead of single steps, so that
+    jagg has windows to interpolate in."""
     window_size: int | None = None
     """Steps in a window or progressive window."""
     window_starts: list[int] | None = None
@@ -103,8 +106,20 @@ class GrpoConfig:
     rank."""
     micro_batch_size: int = 1
     """Trajectories in one forward; rollout and update use the same micro-batches."""
-    schedule: Literal["replay", "retain", "reweight"] = "retain"
-    """How the gradient of the first update is evaluated: all schedules give the same number."""
+    schedule: Literal["auto", "replay", "retain", "reweight", "jagg"] = "retain"
+    """How the gradient of the first update is evaluated. replay, retain and reweight give the same
+    number, jagg an approximation with fewer backwards; auto takes the fastest of the exact ones
+    that fits into memory."""
+    jagg_on: Literal["replay", "retain", "reweight"] = "retain"
+    """Which schedule's graphs jagg works on."""
+    jagg_window: int = 3
+    """Consecutive trained steps (W) whose W backwards jagg replaces by two."""
+    jagg_frac: float = 0.5
+    """Share of the windows that jagg may approximate: those whose velocities agree best with the
+    line between the end points in the iteration before. The others are exact."""
+    jagg_check_interval: int = 0
+    """Iterations between two measurements of jagg's gradient against the exact one; each replays
+    the whole rollout. 0 measures never."""
     updates_per_rollout: int = 1
     """Optimizer steps a rollout; the second and later ones are off-policy and always replayed."""
     clip_range: float = 1e-4
@@ -129,6 +144,8 @@ class GrpoConfig:
     """How several rewards become one advantage."""
     kl_beta: float = 0.0
     """Weight of the KL term to the base model; 0 needs no reference model."""
+    reference_offload: bool = False
+    """Keep the reference model of the KL term in host memory and fetch a block at a time."""
     kl_form: Literal["flow_grpo", "exact", "mean_mse", "velocity_mse"] = "flow_grpo"
     """KL without dt (Flow-GRPO), with dt (Flow-GRPO's Wan), or Flow-Factory's mean squares."""
 
