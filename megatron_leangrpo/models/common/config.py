@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
+RECOMPUTE_GRANULARITIES = ("none", "selective", "full")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TransformerSettings:
     """A model's inputs, and how a run computes and shards it; each model adds its own sizes."""
@@ -20,8 +23,6 @@ class TransformerSettings:
     """Channels of a latent token, and of its velocity."""
     joint_attention_dim: int
     """Width of the prompt embeddings (T5)."""
-    pooled_projection_dim: int
-    """Width of the pooled prompt embedding (CLIP)."""
     guidance_embeds: bool = False
     """Whether the guidance scale is an input (it is in FLUX.1-dev, not in schnell)."""
     recompute_granularity: str = "none"
@@ -32,6 +33,23 @@ class TransformerSettings:
     """Ranks over which heads and features are sharded."""
     sequence_parallel: bool = False
     """Shard the tokens between the linears over the same ranks; without effect on one rank."""
+
+    def check_layout(self, hidden: int, heads: int) -> None:
+        """Raise ``ValueError`` for heads, recomputation or a layout that cannot be."""
+        if hidden % heads:
+            raise ValueError(f"hidden_size {hidden} is not a multiple of {heads} attention heads")
+        if self.recompute_granularity not in RECOMPUTE_GRANULARITIES:
+            raise ValueError(
+                f"model.recompute_granularity is {self.recompute_granularity!r}; "
+                f"valid values: {', '.join(RECOMPUTE_GRANULARITIES)}"
+            )
+        tp = self.tensor_model_parallel_size
+        if tp < 1 or heads % tp:
+            valid = [n for n in range(1, heads + 1) if heads % n == 0]
+            raise ValueError(
+                f"parallel.tensor_model_parallel_size is {tp}, which does not divide the {heads} "
+                f"attention heads of this model; valid values: {', '.join(map(str, valid))}"
+            )
 
     def megatron_config(self, **sizes: Any) -> TransformerConfig:
         """For megatron-core's layers, data-parallel wrapper and optimizer.

@@ -12,7 +12,6 @@ from megatron_leangrpo.models.common.config import TransformerSettings
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-RECOMPUTE_GRANULARITIES = ("none", "selective", "full")
 MLP_RATIO = 4
 SINUSOID_WIDTH = 256
 
@@ -34,33 +33,17 @@ class FluxConfig(TransformerSettings):
     """Channels of the velocity of a token."""
     joint_attention_dim: int = 4096
     pooled_projection_dim: int = 768
+    """Width of the pooled prompt embedding (CLIP)."""
     guidance_embeds: bool = True
     axes_dims_rope: tuple[int, ...] = (16, 56, 56)
     """Rotary dimensions of the axes (unused, row, column); they add up to the head dimension."""
 
     def __post_init__(self) -> None:
-        heads, hidden, tp = (
-            self.num_attention_heads,
-            self.hidden_size,
-            self.tensor_model_parallel_size,
-        )
-        if hidden % heads:
-            raise ValueError(f"hidden_size {hidden} is not a multiple of {heads} attention heads")
+        self.check_layout(self.hidden_size, self.num_attention_heads)
         if sum(self.axes_dims_rope) != self.head_dim or any(d % 2 for d in self.axes_dims_rope):
             raise ValueError(
                 f"axes_dims_rope {self.axes_dims_rope} must be even and add up to the head "
                 f"dimension, {self.head_dim}"
-            )
-        if self.recompute_granularity not in RECOMPUTE_GRANULARITIES:
-            raise ValueError(
-                f"model.recompute_granularity is {self.recompute_granularity!r}; "
-                f"valid values: {', '.join(RECOMPUTE_GRANULARITIES)}"
-            )
-        if tp < 1 or heads % tp:
-            valid = [n for n in range(1, heads + 1) if heads % n == 0]
-            raise ValueError(
-                f"parallel.tensor_model_parallel_size is {tp}, which does not divide the {heads} "
-                f"attention heads of this model; valid values: {', '.join(map(str, valid))}"
             )
 
     @property
