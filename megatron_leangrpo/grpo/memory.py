@@ -21,13 +21,18 @@ def peak_allocated_bytes(run: Callable[[], object]) -> int:
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
+    current = peak = 0
+    for change in allocation_changes(run):
+        current += change
+        peak = max(peak, current)
+    return peak
+
+
+def allocation_changes(run: Callable[[], object]) -> list[int]:
+    """Run something on the CPU and return the bytes it allocates and (negative) frees, in order."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    current = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        current += event.nbytes()
-        peak = max(peak, current)
-    return peak
+    return [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())]

@@ -1,0 +1,105 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""The benchmarks run, compare equal computations and write what they promise; not how fast."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.benchmarks import flux_ranks, flux_schedules
+from tests.benchmarks.cases import Case, targets
+
+QUICK = ["--quick", "--repeat=1"]
+# Float32, another order of operations. Measured: 4e-7.
+TOLERANCE = 1e-5
+
+
+def read_case(folder: Path, name: str) -> dict[str, Any]:
+    """The only case of a benchmark's JSON file, whose picture must exist as well."""
+    assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    content = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    assert content["settings"]["threads"] == 1
+    (case,) = content["cases"]
+    for run in case["runs"].values():
+        assert len(run["seconds"]) == 1 and run["median"] == run["seconds"][0] > 0
+        assert run["peak_activation_bytes"] > 0 and run["gradient_bytes"] > 0
+    return case
+
+
+def check_gradients(runs: dict[str, Any]) -> None:
+    """All agree but jagg's, which must differ: its first iteration would be exact."""
+    for name, run in runs.items():
+        if name == "jagg":
+            assert 1e-3 < run["rel_error"] < 1 and run["cosine"] > 0.9
+        else:
+            assert run["rel_error"] < TOLERANCE, name
+
+
+def test_one_rank_measures_both_replays_of_both_sides_and_our_schedules(
+    single_process, tmp_path, capsys
+):
+    options = [*QUICK, "--profile", "--trained-steps", "15", f"--output={tmp_path}"]
+    flux_schedules.main(options)
+    case = read_case(tmp_path, "flux_schedules")
+    runs = case["runs"]
+    assert list(runs) == [
+        "replay, diffusers",
+        "full recomputation, diffusers",
+        "replay, ours",
+        "full recomputation, ours",
+        "retain",
+        "reweight",
+        "jagg",
+    ]
+    check_gradients(runs)
+    # One step's activations against those of 15 steps and two trajectories.
+    assert runs["reweight"]["peak_activation_bytes"] < runs["retain"]["peak_activation_bytes"] / 10
+    assert {name for name, run in runs.items() if run["moment_bytes"]} == {"reweight"}
+    pairs = [(figure["schedule"], figure["baseline"]) for figure in case["figures"]]
+    assert pairs == [
+        (schedule, baseline)
+        for schedule in ("retain", "reweight", "jagg")
+        for baseline in ("replay", "full recomputation")
+    ]
+    printed = capsys.readouterr().out
+    assert "jagg against full recomputation" in printed
+    assert "operators with the most time" in printed or "nothing to account for" in printed
+
+
+def run_two_ranks(folder: str) -> None:
+    """Called on each rank."""
+    flux_ranks.main([*QUICK, "--micro-batch-size", "4", f"--output={folder}"])
+
+
+def test_two_ranks_measure_replay_under_fsdp_and_our_schedules(run_ranks, tmp_path):
+    run_ranks(2, run_two_ranks, str(tmp_path))
+    case = read_case(tmp_path, "flux_ranks")
+    assert list(case["runs"]) == ["replay, diffusers, FSDP2", "retain", "jagg"]
+    check_gradients(case["runs"])
+    assert [figure["schedule"] for figure in case["figures"]] == ["retain", "jagg"]
+
+
+def test_ceilings_are_those_of_the_published_settings():
+    few, many = Case(9, 1, 2), Case(15, 1, 2)
+    expected = {
+        (few, "retain"): (43 / 34, 52 / 34),
+        (many, "reweight"): (61 / 46, 76 / 46),
+        (many, "jagg"): (61 / 28, 76 / 28),
+    }
+    for (case, schedule), ceilings in expected.items():
+        found = [target.ceiling for target in targets(case, schedule).values()]
+        assert found == pytest.approx(ceilings)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [("--group-size=3", "such as 4"), ("--repeat=0", "0 must be at least 1")],
+)
+def test_settings_that_cannot_be_measured_are_refused(option, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        flux_schedules.main(["--micro-batch-size=2", option])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
