@@ -88,6 +88,10 @@ def build_parser() -> argparse.ArgumentParser:
         "info", help="versions, devices, and what is optional and missing", allow_abbrev=False
     )
     info.set_defaults(run=_info)
+
+    from megatron_leangrpo.overlap.arguments import add_overlap_command
+
+    add_overlap_command(commands)
     return parser
 
 

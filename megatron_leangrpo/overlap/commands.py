@@ -1,0 +1,195 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""The command `leangrpo overlap`: what overlapping a layer with its collective would gain."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_leangrpo.files import atomic_write
+from megatron_leangrpo.overlap.cost_model import (
+    Collective,
+    Costs,
+    Flash,
+    exposed,
+    flash_time,
+    none_time,
+    slicing_time,
+)
+from megatron_leangrpo.overlap.simulator import (
+    Span,
+    end_of,
+    simulate_flash,
+    simulate_none,
+    simulate_slicing,
+)
+from megatron_leangrpo.overlap.timeline import save_timeline
+from megatron_leangrpo.reporting.console import Console
+
+_SWEEP = (2, 4, 8, 16, 32, 64)
+_COLUMNS = ["mode", "exposed ms", "end ms", "saved"]
+
+
+def simulate(
+    *,
+    compute_ms: float,
+    collective_ms: float,
+    ranks: int,
+    collective: Collective,
+    sub_slices: int,
+    add_ms: float,
+    slices: int,
+    slice_cost_ms: float,
+    latency_ms: float,
+    json_path: str | None,
+    timeline_path: str | None,
+) -> None:
+    """Print each mode's exposed time for one layer, and for the same layer on 2 to 64 ranks."""
+    _check_positive("--compute-ms", compute_ms)
+    _check_positive("--collective-ms", collective_ms)
+    for option, value in {
+        "--add-ms": add_ms,
+        "--slice-cost-ms": slice_cost_ms,
+        "--latency-ms": latency_ms,
+    }.items():
+        _check_not_negative(option, value)
+    _check_at_least("--ranks", ranks, 2)
+    _check_at_least("--sub-slices", sub_slices, 1)
+    _check_at_least("--slices", slices, 1)
+    _check_folders(json_path, timeline_path)
+    costs = Costs.of_layer(
+        ranks=ranks,
+        compute=compute_ms,
+        collective=collective_ms - (ranks - 1) * latency_ms,
+        latency=latency_ms,
+        add=add_ms,
+    )
+    if costs.hop < 0:
+        raise ValueError(
+            f"--latency-ms is {latency_ms:g}: {ranks - 1} messages of it are longer than "
+            f"--collective-ms {collective_ms:g}; at most {collective_ms / (ranks - 1):g}"
+        )
+    played = _modes(costs, collective, sub_slices, slices, slice_cost_ms)
+    layer = [_row(name, spans, costs) for name, spans in played.items()]
+    sweep = [
+        {"ranks": size, **_sweep_row(costs, size, collective, sub_slices, slices, slice_cost_ms)}
+        for size in _SWEEP
+    ]
+    console = Console()
+    console.facts(
+        f"{collective} beside a product on {ranks} ranks",
+        {
+            "compute": f"{compute_ms:g} ms",
+            "collective": f"{collective_ms:g} ms alone",
+            "calibration inputs": f"adding one slice {add_ms:g} ms, "
+            f"one collective of slicing {slice_cost_ms:g} ms, a message {latency_ms:g} ms",
+        },
+    )
+    _print_layer(console, layer)
+    _print_sweep(console, sweep)
+    if json_path:
+        report = {"collective": collective, "ranks": ranks, "modes": layer, "sweep": sweep}
+        atomic_write(json_path, json.dumps(report, indent=2) + "\n")
+        console.line(f"table as JSON: {json_path}")
+    if timeline_path:
+        title = (
+            f"{collective} on {ranks} ranks: compute {compute_ms:g} ms, link {collective_ms:g} ms"
+        )
+        save_timeline(timeline_path, played, costs.compute_total, title)
+        console.line(f"timeline: {timeline_path}")
+
+
+def _modes(
+    costs: Costs, collective: Collective, sub_slices: int, slices: int, slice_cost: float
+) -> dict[str, list[Span]]:
+    return {
+        "none": simulate_none(costs, collective),
+        f"slicing ({slices})": simulate_slicing(costs, collective, slices, slice_cost),
+        **{
+            name: simulate_flash(costs, collective, flash)
+            for name, flash in _flash(collective, sub_slices)
+        },
+    }
+
+
+def _flash(collective: Collective, sub_slices: int) -> list[tuple[str, Flash]]:
+    """Whole slices, and slices cut further, whose running sum is the product's own addend."""
+    cut = Flash(sub_slices=sub_slices, in_product=collective == "reduce-scatter")
+    modes = [("flash (ring, 1)", Flash()), (f"flash (ring, {sub_slices})", cut)]
+    return modes if sub_slices > 1 else modes[:1]
+
+
+def _row(name: str, spans: Sequence[Span], costs: Costs) -> dict[str, Any]:
+    end = end_of(spans)
+    return {
+        "mode": name,
+        "exposed_ms": exposed(end, costs),
+        "end_ms": end,
+        "saved": 1 - end / none_time(costs),
+    }
+
+
+def _sweep_row(
+    costs: Costs,
+    size: int,
+    collective: Collective,
+    sub_slices: int,
+    slices: int,
+    slice_cost: float,
+) -> dict[str, float]:
+    """The same layer and tokens on `size` ranks: products, slices and additions get smaller."""
+    share = costs.ranks / size
+    scaled = Costs(
+        ranks=size,
+        compute=costs.compute * share**2,
+        hop=costs.hop * share,
+        latency=costs.latency,
+        add=costs.add * share,
+    )
+    row = {"compute_ms": scaled.compute_total, "collective_ms": scaled.collective_total}
+    times = {
+        "none": none_time(scaled),
+        f"slicing ({slices})": slicing_time(scaled, slices, slice_cost),
+        **{name: flash_time(scaled, collective, f) for name, f in _flash(collective, sub_slices)},
+    }
+    return row | {name: exposed(time, scaled) for name, time in times.items()}
+
+
+def _print_layer(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+    console.table(
+        _COLUMNS,
+        [
+            [row["mode"], f"{row['exposed_ms']:.2f}", f"{row['end_ms']:.1f}", f"{row['saved']:.1%}"]
+            for row in rows
+        ],
+    )
+
+
+def _print_sweep(console: Console, rows: Sequence[dict[str, float]]) -> None:
+    modes = [name for name in rows[0] if name not in ("ranks", "compute_ms", "collective_ms")]
+    console.table(
+        ["ranks", "compute ms", "collective ms", *modes],
+        [[str(row["ranks"]), *(f"{row[name]:.2f}" for name in list(row)[1:])] for row in rows],
+        title="exposed ms of the same layer and tokens on more ranks",
+    )
+
+
+def _check_positive(option: str, value: float) -> None:
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{option} is {value:g}; it must be above 0")
+
+
+def _check_not_negative(option: str, value: float) -> None:
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{option} is {value:g}; it must be 0 or more")
+
+
+def _check_at_least(option: str, value: int, least: int) -> None:
+    if not least <= value <= 64:
+        raise ValueError(f"{option} is {value}; it must be from {least} to 64")
+
+
+def _check_folders(*paths: str | None) -> None:
+    for path in filter(None, paths):
+        if not Path(path).parent.is_dir():
+            raise ValueError(f"{path}: there is no folder {Path(path).parent}")
