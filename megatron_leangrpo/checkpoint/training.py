@@ -37,6 +37,8 @@ class TrainingState:
     optimizer: Any
     scheduler: Any
     average: dict[str, torch.Tensor] | None = None
+    window_scores: list[list[float]] = dataclasses.field(default_factory=list)
+    """Scores of jagg's windows, which decide the next iteration's routing."""
 
 
 def save_checkpoint(folder: Path, state: TrainingState, iteration: int) -> Path:
@@ -54,7 +56,11 @@ def save_checkpoint(folder: Path, state: TrainingState, iteration: int) -> Path:
         dist_checkpointing.save(_sharded_state(state, loading=False), str(temporary))
     dist.barrier()
     if platform.is_logging_rank():
-        position = {"format": FORMAT, "iteration": iteration}
+        position = {
+            "format": FORMAT,
+            "iteration": iteration,
+            "window_scores": state.window_scores,
+        }
         atomic_write(temporary / POSITION, json.dumps(position) + "\n")
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
@@ -81,6 +87,7 @@ def load_checkpoint(checkpoint: Path, state: TrainingState) -> int:
     ``ValueError`` where it cannot be read, or is not of this model and these settings.
     """
     iteration = read_position(checkpoint)
+    state.window_scores = _read_window_scores(checkpoint)
     own_settings = _group_settings(state.optimizer)
     _create_optimizer_state(state.optimizer)
     with platform.host_mode():
@@ -160,6 +167,16 @@ def read_position(checkpoint: Path) -> int:
             f"checkpoint {checkpoint}: format {version} is newer than this version reads ({FORMAT})"
         )
     return iteration
+
+
+def _read_window_scores(checkpoint: Path) -> list[list[float]]:
+    position = json.loads((checkpoint / POSITION).read_text(encoding="utf-8"))
+    try:
+        return [[int(a), int(n), float(score)] for a, n, score in position.get("window_scores", [])]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"checkpoint {checkpoint}: window_scores in {POSITION}: {error}"
+        ) from error
 
 
 def _checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:

@@ -25,6 +25,8 @@ class StepPlan:
 
     stochastic: tuple[int, ...]
     trained: tuple[int, ...]
+    drawn_singly: bool = False
+    """Trained steps were drawn one by one: those next to each other are so by chance."""
 
 
 DETERMINISTIC = StepPlan((), ())
@@ -98,27 +100,46 @@ class FirstFraction:
 
 @dataclass(frozen=True)
 class RandomFraction:
-    """DanceGRPO: every step is stochastic, int(fraction * (N - 1)) of the first N - 1 train."""
+    """DanceGRPO: every step is stochastic, int(fraction * (N - 1)) of the first N - 1 train.
+
+    With `block_size`, whole blocks of consecutive steps are drawn, as many as the fraction holds.
+    Blocks are counted from step 0; what the last of them leaves of the N - 1 steps never trains.
+    """
 
     num_steps: int
     timestep_fraction: float = 0.6
+    block_size: int | None = None
     scope: Scope = "sample"
 
     def __post_init__(self) -> None:
         _check_scope(self.scope, ("sample", "group", "iteration"))
         _check_fraction(self.timestep_fraction, self.num_steps, trainable=self.num_steps - 1)
+        if self.block_size is not None and not 1 <= self.block_size <= self._share:
+            raise ValueError(
+                f"sampling.block_size={self.block_size}: must be between 1 and {self._share}, the "
+                f"steps that sampling.timestep_fraction={self.timestep_fraction} trains of "
+                f"sampling.num_steps={self.num_steps}"
+            )
+
+    @property
+    def _share(self) -> int:
+        return int((self.num_steps - 1) * self.timestep_fraction)
 
     def num_trained(self, iteration: int = 0) -> int:
         """Trained steps of every trajectory."""
-        return int((self.num_steps - 1) * self.timestep_fraction)
+        block = self.block_size or 1
+        return self._share // block * block
 
     def plan(self, seed: int, iteration: int, prompt_id: int, sample_index: int) -> StepPlan:
         """An independent subset for each member of the scope."""
         rng = _scoped_generator(
             "trained steps", self.scope, seed, iteration, prompt_id, sample_index
         )
-        chosen = rng.permutation(self.num_steps - 1)[: self.num_trained()]
-        return StepPlan(tuple(range(self.num_steps)), tuple(sorted(chosen.tolist())))
+        block = self.block_size or 1
+        blocks = rng.permutation((self.num_steps - 1) // block)[: self.num_trained() // block]
+        trained = [start * block + k for start in sorted(blocks.tolist()) for k in range(block)]
+        every = tuple(range(self.num_steps))
+        return StepPlan(every, tuple(trained), drawn_singly=self.block_size is None)
 
 
 @dataclass(frozen=True)
@@ -224,7 +245,7 @@ _SELECTORS = {
 def build_step_selector(name: str, num_steps: int, **settings) -> StepSelector:
     """Build a selector by name from the settings that are not None.
 
-    `settings`: timestep_fraction, scope, window_size, window_starts, window_interval,
+    `settings`: timestep_fraction, block_size, scope, window_size, window_starts, window_interval,
     window_stride, window_decay, window_decay_start. One the selector does not have is an error.
     """
     if name not in _SELECTORS:

@@ -14,7 +14,7 @@ from megatron_leangrpo.grpo.experiment import Experiment
 from megatron_leangrpo.grpo.iteration import IterationRunner
 from megatron_leangrpo.grpo.memory import peak_allocated_bytes
 from megatron_leangrpo.grpo.optimization import zero_gradients
-from megatron_leangrpo.grpo.schedules import SCHEDULES
+from megatron_leangrpo.grpo.schedules import SCHEDULE_NAMES
 
 Gradients = dict[str, torch.Tensor]
 
@@ -34,7 +34,12 @@ class ScheduleReport:
     time_update: float
     time_total: float
     peak_activation_bytes: int
-    """Highest rise of allocated bytes during the iteration, on the rank with the most."""
+    """Highest rise of allocated bytes during the iteration, on the rank with the most; without the
+    buffers below."""
+    gradient_buffer_bytes: int
+    """Buffers that collect the gradient, under every schedule."""
+    moment_buffer_bytes: int
+    """Copies of them that reweight needs at once."""
     ratio_min: float
     ratio_max: float
 
@@ -61,14 +66,16 @@ def compare_schedules(
 ) -> Comparison:
     """Run the first iteration under each schedule without updating the weights (a collective).
 
-    One run of each counts memory and keeps the gradient, `repeat` interleaved runs are timed. The
-    error is against replay, or against the first schedule where replay is not among them.
+    A first run of each allocates what stays allocated and scores jagg's windows, a second counts
+    memory and keeps the gradient, `repeat` interleaved runs are timed. The error is against replay,
+    or against the first schedule where replay is not among them.
     """
     runners = {name: experiment.runner(name) for name in schedules}
     gradients: dict[str, Gradients] = {}
     ratios: dict[str, tuple[float, float]] = {}
     peaks = {}
     for name, runner in runners.items():
+        _run(runner, experiment)
         metrics: dict[str, float] = {}
         peaks[name] = peak_allocated_bytes(
             lambda r=runner, m=metrics: m.update(_run(r, experiment))
@@ -89,11 +96,15 @@ def compare_schedules(
         errors = gradient_errors(gradients[name], gradients[baseline])
         phases = ("time_rollout", "time_reward", "time_update", "time_total")
         seconds = {p: statistics.median(run[p] for run in times[name]) for p in phases}
-        slowest = _largest([*seconds.values(), peaks[name]])
+        buffers = runners[name].schedule.buffers
+        sizes = (peaks[name], buffers.num_bytes, buffers.copies_num_bytes)
+        slowest = _largest([*seconds.values(), *sizes])
         reports[name] = ScheduleReport(
             **errors,
             **dict(zip(phases, slowest)),
-            peak_activation_bytes=int(slowest[-1]),
+            peak_activation_bytes=int(slowest[-3]),
+            gradient_buffer_bytes=int(slowest[-2]),
+            moment_buffer_bytes=int(slowest[-1]),
             ratio_min=ratios[name][0],
             ratio_max=ratios[name][1],
         )
@@ -125,9 +136,10 @@ def gradient_errors(gradients: Gradients, baseline: Gradients) -> dict[str, Any]
 
 def check_comparison(schedules: Sequence[str], repeat: int) -> None:
     """Raise ``ValueError`` for a schedule that is not known, or nothing to time."""
-    unknown = [name for name in schedules if name not in SCHEDULES]
+    unknown = [name for name in schedules if name not in SCHEDULE_NAMES]
     if unknown or not schedules:
-        raise ValueError(f"--schedules = {','.join(schedules)!r}; valid: {','.join(SCHEDULES)}")
+        valid = ",".join(SCHEDULE_NAMES)
+        raise ValueError(f"--schedules = {','.join(schedules)!r}; valid: {valid}")
     if repeat < 1:
         raise ValueError(f"--repeat = {repeat} must be at least 1")
 

@@ -28,6 +28,7 @@ from megatron_leangrpo.grpo.optimization import wrap_data_parallel
 from megatron_leangrpo.grpo.policy import Policy
 from megatron_leangrpo.grpo.reference import frozen_copy
 from megatron_leangrpo.grpo.rollout import RolloutSettings, sigma_schedule
+from megatron_leangrpo.grpo.routing import JaggRouter
 from megatron_leangrpo.grpo.schedules import SCHEDULES
 from megatron_leangrpo.grpo.scoring import Scorer
 from megatron_leangrpo.rewards.registry import build_reward
@@ -61,7 +62,12 @@ class Experiment:
 
     def runner(self, schedule: str) -> IterationRunner:
         """Return an iteration runner that uses the named schedule."""
-        check_schedule(schedule, self.config.grpo)
+        grpo = self.config.grpo
+        check_schedule(schedule, grpo)
+        router = None
+        if schedule == "jagg":
+            router = JaggRouter(grpo.jagg_window, grpo.jagg_frac, self.config.sampling.num_steps)
+            schedule = grpo.jagg_on
         built = SCHEDULES[schedule](
             self.policy, self.objective, self.reference, GradientBuffers(self.model)
         )
@@ -70,9 +76,10 @@ class Experiment:
             self.policy,
             built,
             self.settings,
-            self.config.grpo,
+            grpo,
             self.encode,
             self.scorer,
+            router,
         )
 
     def evaluator(self) -> Evaluator:
@@ -143,9 +150,12 @@ def objective_config(config: RunConfig) -> Objective:
 
 def check_schedule(name: str, grpo: GrpoConfig) -> None:
     """Raise ``ValueError`` where a schedule and the batch cannot hold together."""
-    if name == "reweight" and grpo.micro_batch_size != 1:
+    reweights = name == "reweight" or (name == "jagg" and grpo.jagg_on == "reweight")
+    if reweights and grpo.micro_batch_size != 1:
+        on = "" if name == "reweight" else "jagg on "
+        setting = "schedule" if name == "reweight" else "jagg_on"
         raise ValueError(
-            f"grpo.micro_batch_size = {grpo.micro_batch_size}: the schedule reweight needs 1, "
+            f"grpo.micro_batch_size = {grpo.micro_batch_size}: the schedule {on}reweight needs 1, "
             "because a sum of gradients with several advantages cannot be weighed afterwards; "
-            "or use grpo.schedule = retain or replay"
+            f"or use grpo.{setting} = retain or replay"
         )

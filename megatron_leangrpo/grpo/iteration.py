@@ -21,12 +21,15 @@ from megatron_leangrpo.grpo.advantages import (
     mean_is_final_early,
     needs_all_groups,
 )
-from megatron_leangrpo.grpo.optimization import reduce_gradients, zero_gradients
+from megatron_leangrpo.grpo.jagg_check import GradientCheck
+from megatron_leangrpo.grpo.optimization import collecting_gradients, reduce_gradients
 from megatron_leangrpo.grpo.placement import Group, Placement, Wave, place
 from megatron_leangrpo.grpo.policy import Policy
 from megatron_leangrpo.grpo.reward_table import RewardTable
 from megatron_leangrpo.grpo.rollout import RolloutSettings, roll_out_wave
+from megatron_leangrpo.grpo.routing import WindowRouter
 from megatron_leangrpo.grpo.schedules import ReplaySchedule, Schedule
+from megatron_leangrpo.grpo.schedules.jagg import single_steps
 from megatron_leangrpo.grpo.scoring import Scorer
 from megatron_leangrpo.grpo.stats import UpdateStats
 from megatron_leangrpo.grpo.timing import PhaseTimer
@@ -50,6 +53,7 @@ class IterationRunner:
         model: the data-parallel wrapper whose buffers collect the gradient.
         policy: the transformer inside it.
         encode: prompts to conditioning, on the policy's device and dtype.
+        router: groups trained steps into the windows of jagg; by default none.
         on_wave: called after each rollout and scoring, for progress.
     """
 
@@ -62,12 +66,15 @@ class IterationRunner:
         config: GrpoConfig,
         encode: Callable[[Sequence[str]], object],
         scorer: Scorer,
+        router: WindowRouter | None = None,
     ) -> None:
         self.model, self.policy, self.schedule = model, policy, schedule
+        self.router = router or WindowRouter()
         self.settings, self.config = settings, config
         self.encode, self.scorer = encode, scorer
         self.replay = ReplaySchedule(policy, schedule.objective, schedule.reference)
         self.on_wave: Callable[[Wave], None] = lambda wave: None
+        self._check: GradientCheck | None = None
 
     def place(self, groups: Sequence[Group], iteration: int) -> Placement:
         """Return this rank's waves of an iteration."""
@@ -103,14 +110,46 @@ class IterationRunner:
         timer, groups = PhaseTimer(), [Group(i, prompt) for i, prompt in enumerate(prompts)]
         placement = self.place(groups, iteration)
         table = RewardTable(len(groups), self.config.group_size, self.scorer.names)
-        result = IterationResult({}, groups, table)
-        pending: list[WaveTrajectory] = []
-        stats = UpdateStats()
-        zero_gradients(self.model)
+        result, stats = IterationResult({}, groups, table), UpdateStats()
         trajectories = len(groups) * self.config.group_size // self.config.updates_per_rollout
         scale = 1 / (trajectories * self.settings.selector.num_trained(iteration))
         for schedule in (self.schedule, self.replay):
             schedule.begin(scale)
+        self._check = self._check_of(iteration)
+        with collecting_gradients(self.model):
+            pending = self._run_waves(placement, groups, iteration, table, timer, stats)
+        with timer.phase("update"):
+            checked = {} if self._check is None else self._check.measure(self.model)
+            result.updates.append(
+                self._finish_update(stats, apply_update, reduced=self._check is not None)
+            )
+            if apply_update is not None:
+                for minibatch in range(1, self.config.updates_per_rollout):
+                    result.updates.append(
+                        self._replay_update(minibatch, pending, table, apply_update)
+                    )
+        result.metrics = {
+            **self._reward_metrics(table),
+            **result.updates[0],
+            **self.router.finish(),
+            **checked,
+            **timer.metrics(),
+        }
+        for name, pick in (("ratio_min", min), ("ratio_max", max)):
+            result.metrics[name] = pick(update[name] for update in result.updates)
+        return result
+
+    def _run_waves(
+        self,
+        placement: Placement,
+        groups: list[Group],
+        iteration: int,
+        table: RewardTable,
+        timer: PhaseTimer,
+        stats: UpdateStats,
+    ) -> list[WaveTrajectory]:
+        """Roll out, score and train the first mini-batch; returns the others' trajectories."""
+        pending: list[WaveTrajectory] = []
         for wave in placement.waves:
             trajectory = self._roll_out(wave, groups, iteration, timer, stats)
             with timer.phase("reward"):
@@ -121,16 +160,13 @@ class IterationRunner:
             self.on_wave(wave)
         with timer.phase("update"):
             self.schedule.finish()
-            result.updates.append(self._finish_update(stats, apply_update))
-            if apply_update is not None:
-                for minibatch in range(1, self.config.updates_per_rollout):
-                    result.updates.append(
-                        self._replay_update(minibatch, pending, table, apply_update)
-                    )
-        result.metrics = {**self._reward_metrics(table), **result.updates[0], **timer.metrics()}
-        for name, pick in (("ratio_min", min), ("ratio_max", max)):
-            result.metrics[name] = pick(update[name] for update in result.updates)
-        return result
+        return pending
+
+    def _check_of(self, iteration: int) -> GradientCheck | None:
+        interval = self.config.jagg_check_interval
+        if interval == 0 or not self.router.approximated or iteration % interval:
+            return None
+        return GradientCheck(self.replay, self.schedule.buffers)
 
     def _roll_out(
         self,
@@ -140,12 +176,27 @@ class IterationRunner:
         timer: PhaseTimer,
         stats: UpdateStats,
     ) -> WaveTrajectory:
-        on_step = None
-        if wave.minibatch == 0 and self.schedule.keeps_graph:
-            on_step = partial(self.schedule.step_drawn, stats=stats)
+        on_policy = wave.minibatch == 0
+        plans = self.settings.plans(wave, iteration)
+        windows = self.router.windows(plans) if on_policy else single_steps(plans)
+        on_window = None
+        if on_policy and self.schedule.keeps_graph:
+            on_window = partial(self.schedule.window_drawn, stats=stats)
         with timer.phase("rollout"):
             conditioning = self.encode([groups[slot.group].prompt.text for slot in wave.slots])
-            return roll_out_wave(self.policy, self.settings, wave, conditioning, iteration, on_step)
+            trajectory = roll_out_wave(
+                self.policy,
+                self.settings,
+                wave,
+                conditioning,
+                iteration,
+                plans,
+                windows,
+                on_window,
+            )
+            if on_policy:
+                self.router.observe(trajectory, plans)
+        return trajectory
 
     def _train_ready(
         self,
@@ -183,10 +234,10 @@ class IterationRunner:
         apply_update: Callable[[], dict[str, float]],
     ) -> dict[str, float]:
         """Train an off-policy mini-batch with the true ratio and clip."""
-        zero_gradients(self.model)
         stats, advantages = UpdateStats(), self._advantages(table)
-        for trajectory in [t for t in pending if t.wave.minibatch == minibatch]:
-            self._backward(self.replay, trajectory, table, advantages, stats)
+        with collecting_gradients(self.model):
+            for trajectory in [t for t in pending if t.wave.minibatch == minibatch]:
+                self._backward(self.replay, trajectory, table, advantages, stats)
         return self._finish_update(stats, apply_update)
 
     def _backward(
@@ -198,6 +249,8 @@ class IterationRunner:
         stats: UpdateStats,
     ) -> None:
         own = advantages.select([table.index(slot) for slot in trajectory.wave.slots])
+        if schedule is self.schedule and self._check is not None:
+            self._check.keep(trajectory, own)
         schedule.backward(trajectory, own, stats)
 
     def _advantages(self, table: RewardTable) -> Advantages:
@@ -205,10 +258,14 @@ class IterationRunner:
         return table.advantages(self.scorer.weights, config.advantage, config.reward_combination)
 
     def _finish_update(
-        self, stats: UpdateStats, apply_update: Callable[[], dict[str, float]] | None
+        self,
+        stats: UpdateStats,
+        apply_update: Callable[[], dict[str, float]] | None,
+        reduced: bool = False,
     ) -> dict[str, float]:
-        # Without an update the caller looks at the gradient itself.
-        reduce_gradients(self.model, whole=apply_update is None)
+        if not reduced:
+            # Without an update the caller looks at the gradient itself.
+            reduce_gradients(self.model, whole=apply_update is None)
         metrics = stats.reduced()
         if apply_update is not None:
             metrics.update(apply_update())

@@ -2,6 +2,8 @@
 """Megatron's data-parallel wrapper, optimizer, learning-rate schedule, and an update with them."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,23 +13,37 @@ from megatron_leangrpo import platform
 from megatron_leangrpo.config import OptimizerConfig
 
 
-def wrap_data_parallel(model: torch.nn.Module, use_distributed_optimizer: bool) -> torch.nn.Module:
+def wrap_data_parallel(
+    model: torch.nn.Module, use_distributed_optimizer: bool, overlap_grad_reduce: bool = False
+) -> torch.nn.Module:
     """Wrap `model` so that gradients collect in contiguous float32 (or wider) buffers.
 
-    Nothing is reduced during the backwards of a window; `reduce_gradients` does it once.
+    Nothing is reduced during the backwards of an update; `reduce_gradients` does it once.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=use_distributed_optimizer,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=overlap_grad_reduce,
         grad_reduce_in_fp32=next(model.parameters()).dtype == torch.bfloat16,
     )
     return DistributedDataParallel(model.config, config, model)
 
 
+@contextmanager
+def collecting_gradients(model: torch.nn.Module) -> Iterator[None]:
+    """Collect the gradient of an update, from nothing, in any number of backwards.
+
+    Megatron's overlapped reduction counts the backwards of the first update and expects as many in
+    every other; jagg has fewer once it has scores, and a replayed update more.
+    """
+    zero_gradients(model)
+    with model.no_sync():
+        yield
+
+
 def zero_gradients(model: torch.nn.Module) -> None:
-    """Empty the gradient buffers before a window."""
+    """Empty the gradient buffers."""
     model.zero_grad_buffer()
     # Without the distributed optimizer, megatron's step leaves the buffer in `grad`; the next
     # backward would accumulate there and the wrapper add it to the buffer once more.

@@ -99,9 +99,33 @@ def place(
     Who is in which mini-batch depends on (seed, iteration, group) alone, never on the layout. The
     first mini-batch rolls out last: then its groups complete while its graphs are young.
     """
+    return place_on_all(
+        groups,
+        group_size,
+        dp_size=dp_size,
+        placement=placement,
+        micro_batch_size=micro_batch_size,
+        updates=updates,
+        seed=seed,
+        iteration=iteration,
+    )[dp_rank]
+
+
+def place_on_all(
+    groups: Sequence[Group],
+    group_size: int,
+    *,
+    dp_size: int,
+    placement: str = "spread",
+    micro_batch_size: int = 1,
+    updates: int = 1,
+    seed: int = 0,
+    iteration: int = 0,
+) -> list[Placement]:
+    """Return what `place` returns on each of the data-parallel ranks."""
     check_placement(len(groups), group_size, dp_size, placement, updates)
     completed = [0] * len(groups)
-    own: list[Wave] = []
+    waves: list[list[Wave]] = [[] for _ in range(dp_size)]
     index = 0
     for minibatch in reversed(range(updates)):
         dealt = _minibatch_slots(groups, group_size, minibatch, updates, seed, iteration)
@@ -111,10 +135,9 @@ def place(
                 wave = Wave(index, minibatch, tuple(slots[start : start + micro_batch_size]))
                 for slot in wave.slots:
                     completed[slot.group] = index
-                if rank == dp_rank:
-                    own.append(wave)
+                waves[rank].append(wave)
             index += 1
-    return Placement(tuple(own), tuple(completed))
+    return [Placement(tuple(own), tuple(completed)) for own in waves]
 
 
 def _minibatch_slots(

@@ -1,8 +1,8 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """The rollout of one wave: noise by sample, the sampling loop, and what the update will need."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,7 +15,7 @@ from megatron_leangrpo.diffusion.selection import StepPlan, StepSelector, build_
 from megatron_leangrpo.diffusion.sigmas import SigmaSchedule, build_sigma_schedule
 from megatron_leangrpo.grpo.placement import Wave
 from megatron_leangrpo.grpo.policy import Policy
-from megatron_leangrpo.grpo.trajectory import TrainedStep, WaveTrajectory
+from megatron_leangrpo.grpo.trajectory import TrainedStep, WaveTrajectory, Window
 from megatron_leangrpo.parallel.noise import initial_noise_batch, step_noise_batch
 
 
@@ -43,6 +43,7 @@ class RolloutSettings:
             config.step_selection,
             config.num_steps,
             timestep_fraction=config.timestep_fraction,
+            block_size=config.block_size,
             window_size=config.window_size,
             window_starts=config.window_starts,
             window_interval=config.window_interval,
@@ -62,6 +63,13 @@ class RolloutSettings:
             seed=seed,
         )
 
+    def plans(self, wave: Wave, iteration: int) -> list[StepPlan]:
+        """Which steps of each of the wave's trajectories are stochastic, and which are trained."""
+        return [
+            self.selector.plan(self.seed, iteration, slot.prompt_id, slot.member)
+            for slot in wave.slots
+        ]
+
 
 def sigma_schedule(config: SamplingConfig, num_steps: int, image_tokens: int) -> SigmaSchedule:
     """Build the run's sigma schedule with `num_steps` steps."""
@@ -80,16 +88,15 @@ def roll_out_wave(
     wave: Wave,
     conditioning: Conditioning,
     iteration: int,
-    on_step: Callable[[WaveTrajectory, TrainedStep], None] | None = None,
+    plans: Sequence[StepPlan],
+    windows: Sequence[Sequence[int]],
+    on_window: Callable[[WaveTrajectory, Window], None] | None = None,
 ) -> WaveTrajectory:
     """Sample the trajectories of a wave.
 
-    With `on_step` the trained steps are recorded by autograd and handed to it as they are drawn.
+    `windows` are the trained steps, grouped. With `on_window` the ends of each window are recorded
+    by autograd, and the window is handed to it as soon as its last step is drawn.
     """
-    plans = [
-        settings.selector.plan(settings.seed, iteration, slot.prompt_id, slot.member)
-        for slot in wave.slots
-    ]
     samples = [(slot.prompt_id, slot.member) for slot in wave.slots]
     device, dtype, shape = platform.device(), policy.latent_dtype, settings.latent_shape
     shared = settings.shared_initial_noise
@@ -99,7 +106,9 @@ def roll_out_wave(
     def noise(step: int) -> torch.Tensor:
         return step_noise_batch(settings.seed, iteration, samples, step, shape, dtype).to(device)
 
-    recorder = _Recorder(WaveTrajectory(wave, conditioning), settings, plans, on_step, device)
+    recorder = _Recorder(
+        WaveTrajectory(wave, conditioning), settings, plans, windows, on_window, device
+    )
     recorder.trajectory.latents = rollout(
         lambda x, timestep: policy(x, timestep, conditioning),
         x,
@@ -120,23 +129,38 @@ class _Recorder:
 
     trajectory: WaveTrajectory
     settings: RolloutSettings
-    plans: list[StepPlan]
-    on_step: Callable[[WaveTrajectory, TrainedStep], None] | None
+    plans: Sequence[StepPlan]
+    windows: Sequence[Sequence[int]]
+    on_window: Callable[[WaveTrajectory, Window], None] | None
     device: torch.device
+    open: list[TrainedStep] = field(default_factory=list)
+    """Steps of the window that is being drawn."""
 
     def keeps_graph(self, step: int) -> bool:
-        return self.on_step is not None and any(step in plan.trained for plan in self.plans)
+        return self.on_window is not None and any(
+            step in (window[0], window[-1]) for window in self.windows
+        )
 
     def record(self, step, velocity, x, x_next, log_prob) -> None:
-        trained = [step in plan.trained for plan in self.plans]
-        if not any(trained):
+        window = next((window for window in self.windows if step in window), None)
+        if window is None:
             return
+        self.open.append(self._trained_step(step, velocity, x, x_next, log_prob))
+        if step == window[-1]:
+            closed, self.open = Window(self.open), []
+            self.trajectory.windows.append(closed)
+            if self.on_window is not None:
+                self.on_window(self.trajectory, closed)
+
+    def _trained_step(self, step, velocity, x, x_next, log_prob) -> TrainedStep:
         settings = self.settings
         stochastic = [step in plan.stochastic for plan in self.plans]
         coefficients = step_coefficients(
             settings.kernel, settings.level, settings.schedule.sigmas, step, stochastic
         ).to(self.device)
-        trained_step = TrainedStep(
+        trained = [step in plan.trained for plan in self.plans]
+        return TrainedStep(
+            index=step,
             timestep=settings.schedule.timesteps[step].to(x).expand(x.shape[0]),
             coefficients=coefficients,
             x=x,
@@ -145,6 +169,3 @@ class _Recorder:
             trained=torch.tensor(trained, device=self.device),
             velocity=velocity,
         )
-        self.trajectory.steps.append(trained_step)
-        if self.on_step is not None:
-            self.on_step(self.trajectory, trained_step)

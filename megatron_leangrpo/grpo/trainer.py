@@ -59,12 +59,15 @@ class Trainer:
             self.optimization.optimizer,
             self.optimization.scheduler,
             None if self.average is None else self.average.values,
+            self.runner.router.state(),
         )
 
     def resume(self) -> None:
         """Continue from the newest checkpoint of the run directory."""
         checkpoint = checkpoint_to_resume(self.report.directory)
-        self.first_iteration = load_checkpoint(checkpoint, self.state)
+        state = self.state
+        self.first_iteration = load_checkpoint(checkpoint, state)
+        self.runner.router.load_state(state.window_scores)
         self.report.console.line(f"resumed after iteration {self.first_iteration}: {checkpoint}")
 
     def run(self) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from megatron_leangrpo.grpo.placement import Wave
 class TrainedStep:
     """One trained step of a wave, one row a trajectory; an `objective.RecordedStep`."""
 
+    index: int
+    """Position in the rollout, from 0."""
     timestep: torch.Tensor
     """`[b]`, what the model was given."""
     coefficients: StepCoefficients
@@ -27,10 +29,30 @@ class TrainedStep:
 
 
 @dataclass
+class Window:
+    """Consecutive trained steps that share one backward; a window of one step is the rule.
+
+    The model is differentiated at the ends alone. jagg makes windows of more than two steps.
+    """
+
+    steps: list[TrainedStep]
+
+    @property
+    def ends(self) -> list[TrainedStep]:
+        """The first and the last step, or the only one."""
+        return [self.steps[0], self.steps[-1]] if len(self.steps) > 1 else self.steps[:1]
+
+
+@dataclass
 class WaveTrajectory:
     """The trained steps of one wave, in rollout order, and its final latents `[b, s, c]`."""
 
     wave: Wave
     conditioning: Conditioning
-    steps: list[TrainedStep] = field(default_factory=list)
+    windows: list[Window] = field(default_factory=list)
     latents: torch.Tensor | None = None
+
+    @property
+    def steps(self) -> list[TrainedStep]:
+        """The trained steps of all windows."""
+        return [step for window in self.windows for step in window.steps]

@@ -12,8 +12,10 @@ _ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     # The tokenizers warn when a process that used them forks.
     "TOKENIZERS_PARALLELISM": "false",
-    # The profiler that counts memory announces its start and stop.
+    # The profiler that counts memory announces its start and stop, and torch's CPU allocator that
+    # it was not told of what was allocated before.
     "KINETO_LOG_LEVEL": "99",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 
 _WARNINGS = (

@@ -43,8 +43,8 @@ def recipe(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("recipe")
     config = tiny.tiny_config(
         tiny.write_prompts(folder, count=5),
-        sampling={"num_steps": 3},
-        grpo={"iterations": 4, "updates_per_rollout": 2},
+        sampling={"num_steps": 4},
+        grpo={"iterations": 4, "updates_per_rollout": 2, "schedule": "jagg", "jagg_frac": 1.0},
         optimizer={
             "lr_warmup_updates": 2,
             "lr_decay_style": "cosine",

@@ -53,20 +53,13 @@ def _errors(
         sections["grpo"] = {**sections.get("grpo", {}), "micro_batch_size": 1}
         experiment = tiny.start(tiny.tiny_config(prompts, **sections))
         if experiment.reference is not None:
-            _move_away_from_reference(experiment)
+            tiny.move_away_from_reference(experiment)
         replay, _ = tiny.first_gradient(experiment, "replay")
         reweight, metrics = tiny.first_gradient(experiment, "reweight")
         assert metrics["ratio_min"] == metrics["ratio_max"] == 1.0
         whole = [torch.cat([g[n].flatten() for n in replay]) for g in (reweight, replay)]
         errors[case] = (tiny.worst(reweight, replay)[0], tiny.relative_l2(*whole))
     return errors
-
-
-def _move_away_from_reference(experiment) -> None:
-    """Where the weights are the reference's, the KL term has no gradient."""
-    with torch.no_grad():
-        for parameter in experiment.reference.model.parameters():
-            parameter.mul_(1.1)
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +19,8 @@ import torch
 from megatron_leangrpo import platform
 from megatron_leangrpo.config import RunConfig
 from megatron_leangrpo.config_reader import write_config
-from megatron_leangrpo.grpo import commands, run_report
+from megatron_leangrpo.grpo import commands, optimization, run_report
+from megatron_leangrpo.grpo import experiment as experiment_module
 from megatron_leangrpo.grpo.experiment import Experiment, build_experiment
 from megatron_leangrpo.grpo.iteration import IterationRunner
 from megatron_leangrpo.grpo.optimization import build_optimization
@@ -130,6 +133,19 @@ def change_grpo(experiment: Experiment, **changes: Any) -> None:
     """Change settings that the next runner of an experiment reads."""
     grpo = dataclasses.replace(experiment.config.grpo, **changes)
     experiment.config = dataclasses.replace(experiment.config, grpo=grpo)
+
+
+def move_away_from_reference(experiment: Experiment) -> None:
+    """Where the weights are the reference's, the KL term has no gradient."""
+    with torch.no_grad():
+        for parameter in experiment.reference.model.parameters():
+            parameter.mul_(1.1)
+
+
+def overlapped_reduction(overlap: bool) -> AbstractContextManager[Any]:
+    """Experiments built inside have megatron's overlapped gradient reduction on or off."""
+    wrap = functools.partial(optimization.wrap_data_parallel, overlap_grad_reduce=overlap)
+    return mock.patch.object(experiment_module, "wrap_data_parallel", wrap)
 
 
 def first_gradient(experiment: Experiment, schedule: str) -> tuple[Tensors, dict[str, float]]:

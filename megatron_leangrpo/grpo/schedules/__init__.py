@@ -1,5 +1,5 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""The schedules by name."""
+"""The schedules by name; jagg is one of them on windows of several steps."""
 
 from megatron_leangrpo.grpo.schedules.base import Schedule
 from megatron_leangrpo.grpo.schedules.replay import ReplaySchedule
@@ -10,4 +10,13 @@ SCHEDULES: dict[str, type[Schedule]] = {
     schedule.name: schedule for schedule in (ReplaySchedule, RetainSchedule, ReweightSchedule)
 }
 
-__all__ = ["SCHEDULES", "ReplaySchedule", "RetainSchedule", "ReweightSchedule", "Schedule"]
+SCHEDULE_NAMES = (*SCHEDULES, "jagg")
+
+__all__ = [
+    "SCHEDULES",
+    "SCHEDULE_NAMES",
+    "ReplaySchedule",
+    "RetainSchedule",
+    "ReweightSchedule",
+    "Schedule",
+]

@@ -2,11 +2,13 @@
 """What a schedule is: a way to evaluate the policy gradient of the trajectories of a wave.
 
 On-policy the gradient is linear in the advantages, so a schedule is free to choose when the graph
-of a step exists and when its backward runs. The rollout asks `keeps_graph` before each trained
-step; once the rewards are known, `backward` adds the wave's gradient to the model's buffers.
+of a step exists and when its backward runs. Trained steps come in windows: a window of one step is
+differentiated there, a longer one (jagg) at its two ends alone. Once the rewards are known,
+`backward` adds the wave's gradient to the model's buffers.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -15,8 +17,9 @@ from megatron_leangrpo.grpo.advantages import Advantages
 from megatron_leangrpo.grpo.gradient_buffers import GradientBuffers
 from megatron_leangrpo.grpo.objective import Objective, step_loss
 from megatron_leangrpo.grpo.policy import Velocity
+from megatron_leangrpo.grpo.schedules.jagg import interpolate
 from megatron_leangrpo.grpo.stats import UpdateStats
-from megatron_leangrpo.grpo.trajectory import TrainedStep, WaveTrajectory
+from megatron_leangrpo.grpo.trajectory import TrainedStep, WaveTrajectory, Window
 
 
 class Schedule(ABC):
@@ -31,7 +34,7 @@ class Schedule(ABC):
 
     name: ClassVar[str]
     keeps_graph: ClassVar[bool]
-    """Whether the rollout records the graph of its trained steps."""
+    """Whether the rollout records the graphs of the ends of its windows."""
 
     def __init__(
         self,
@@ -44,13 +47,13 @@ class Schedule(ABC):
         self.buffers, self.scale = buffers, 1.0
 
     def begin(self, scale: float) -> None:
-        """Start a window; `scale` is the weight of one step: 1 / (trajectories x trained steps)."""
+        """Start an update; `scale` is a step's weight: 1 / (trajectories x trained steps)."""
         self.scale = scale
 
-    def step_drawn(  # noqa: B027
-        self, trajectory: WaveTrajectory, step: TrainedStep, stats: UpdateStats
+    def window_drawn(  # noqa: B027
+        self, trajectory: WaveTrajectory, window: Window, stats: UpdateStats
     ) -> None:
-        """Take note of a trained step as soon as the rollout has drawn it."""
+        """Take note of a window as soon as the rollout has drawn its last step."""
 
     def wave_rewarded(  # noqa: B027
         self, trajectory: WaveTrajectory, rewards: torch.Tensor
@@ -66,35 +69,67 @@ class Schedule(ABC):
     ) -> None:
         """Add the gradient of a wave, whose advantages are known, to the model's buffers.
 
-        The trajectory's steps, and with them retained graphs, are gone afterwards.
+        The trajectory's windows, and with them retained graphs, are gone afterwards.
         """
 
     def finish(self) -> None:  # noqa: B027
-        """Leave the whole gradient of the window in the buffers."""
+        """Leave the whole gradient of the update in the buffers."""
+
+    def _backward_window(
+        self,
+        window: Window,
+        velocities: list[torch.Tensor],
+        loss: Callable[[torch.Tensor, TrainedStep], torch.Tensor],
+        retain_graph: bool = False,
+    ) -> None:
+        """Run the joint backward of a window.
+
+        `velocities` are those of its ends, graphs attached; `loss(velocity, step)` is `[b]`.
+        Between the ends the rollout's velocity counts, which on-policy is the policy's.
+        """
+        evaluated = [step.velocity for step in window.steps]
+        evaluated[0], evaluated[-1] = velocities[0], velocities[-1]
+        cotangents = []
+        for velocity, step in zip(evaluated, window.steps):
+            leaf = velocity.detach().requires_grad_()
+            weighted = loss(leaf, step).sum() * self.scale
+            cotangents += torch.autograd.grad(weighted, leaf)
+        torch.autograd.backward(
+            velocities, interpolate(window, cotangents), retain_graph=retain_graph
+        )
+
+    def _replayed(self, trajectory: WaveTrajectory, window: Window) -> list[torch.Tensor]:
+        """Run the forwards of a window's ends again, with gradients."""
+        conditioning = trajectory.conditioning
+        return [self.policy(step.x, step.timestep, conditioning) for step in window.ends]
+
+    def _reference_velocity(self, trajectory: WaveTrajectory, step: TrainedStep) -> torch.Tensor:
+        with torch.no_grad():
+            return self.reference(step.x, step.timestep, trajectory.conditioning)
 
 
 class DeferredSchedule(Schedule):
     """Runs the backwards once the advantages are known."""
 
     @abstractmethod
-    def velocity(self, trajectory: WaveTrajectory, step: TrainedStep) -> torch.Tensor:
-        """Return the velocity of a trained step with its graph attached."""
+    def velocities(self, trajectory: WaveTrajectory, window: Window) -> list[torch.Tensor]:
+        """Return the velocities of a window's ends with their graphs attached."""
 
     def backward(
         self, trajectory: WaveTrajectory, advantages: Advantages, stats: UpdateStats
     ) -> None:
-        """Run the backward of every trained step, last step first."""
+        """Run the backward of every window, the last one first."""
         values = advantages.values.to(trajectory.latents.device)
-        has_signal = bool(values.any()) or self.objective.kl_beta > 0
-        while trajectory.steps:
-            step = trajectory.steps.pop()
-            if not has_signal:
-                continue
-            reference = None
-            if self.objective.kl_beta > 0:
-                with torch.no_grad():
-                    reference = self.reference(step.x, step.timestep, trajectory.conditioning)
-            velocity = self.velocity(trajectory, step)
-            loss, step_stats = step_loss(velocity, step, values, self.objective, reference)
-            (loss.sum() * self.scale).backward()
+        has_kl = self.objective.kl_beta > 0
+        has_signal = bool(values.any()) or has_kl
+
+        def loss(velocity: torch.Tensor, step: TrainedStep) -> torch.Tensor:
+            reference = self._reference_velocity(trajectory, step) if has_kl else None
+            result, step_stats = step_loss(velocity, step, values, self.objective, reference)
             stats.add(step_stats, step.trained)
+            return result
+
+        while trajectory.windows:
+            window = trajectory.windows.pop()
+            if has_signal:
+                self._backward_window(window, self.velocities(trajectory, window), loss)

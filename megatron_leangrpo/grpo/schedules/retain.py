@@ -4,7 +4,7 @@
 import torch
 
 from megatron_leangrpo.grpo.schedules.base import DeferredSchedule
-from megatron_leangrpo.grpo.trajectory import TrainedStep, WaveTrajectory
+from megatron_leangrpo.grpo.trajectory import WaveTrajectory, Window
 
 
 class RetainSchedule(DeferredSchedule):
@@ -13,6 +13,6 @@ class RetainSchedule(DeferredSchedule):
     name = "retain"
     keeps_graph = True
 
-    def velocity(self, trajectory: WaveTrajectory, step: TrainedStep) -> torch.Tensor:
-        """Return the rollout's own velocity, graph attached."""
-        return step.velocity
+    def velocities(self, trajectory: WaveTrajectory, window: Window) -> list[torch.Tensor]:
+        """Return the rollout's own velocities, graphs attached."""
+        return [step.velocity for step in window.ends]

@@ -1,5 +1,5 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""Reweight: run each step's backward at once with advantage 1 and weigh the gradient later.
+"""Reweight: run each window's backward at once with advantage 1 and weigh the gradient later.
 
 One trajectory is rolled out at a time, so that the buffers hold the gradient g of one advantage.
 Every advantage is affine in the reward, A = (r - mean) / std, and the gradients of a group's
@@ -17,34 +17,36 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_leangrpo.grpo.advantages import Advantages
-from megatron_leangrpo.grpo.gradient_buffers import Flat, GradientBuffers, add_scaled
+from megatron_leangrpo.grpo.gradient_buffers import Flat, GradientBuffers
 from megatron_leangrpo.grpo.objective import Objective, reference_kl, step_loss
 from megatron_leangrpo.grpo.policy import Velocity
 from megatron_leangrpo.grpo.schedules.base import Schedule
 from megatron_leangrpo.grpo.stats import UpdateStats
-from megatron_leangrpo.grpo.trajectory import TrainedStep, WaveTrajectory
+from megatron_leangrpo.grpo.trajectory import TrainedStep, WaveTrajectory, Window
 
 
 @dataclass
 class _Moments:
     """Moments over some trajectories; shift and `first` have an entry for each reward."""
 
+    buffers: GradientBuffers
     shift: list[float]
-    zeroth: Flat | None
+    zeroth: Flat
     first: list[Flat | None]
 
     def add(self, gradient: Flat, rewards: list[float]) -> None:
-        """Add the gradient of one trajectory."""
-        self.zeroth = add_scaled(self.zeroth, gradient, 1.0)
+        """Add the gradient of one more trajectory."""
+        self.buffers.add_scaled(self.zeroth, gradient, 1.0)
         for k, (reward, shift) in enumerate(zip(rewards, self.shift, strict=True)):
             # A reward that is not finite drops its whole group: these moments are not used then.
             if math.isfinite(reward - shift) and reward != shift:
-                self.first[k] = add_scaled(self.first[k], gradient, reward - shift)
+                self.first[k] = self.buffers.add_scaled(self.first[k], gradient, reward - shift)
 
     def weighted(
         self, total: Flat | None, baseline: list[float], denominator: list[float]
     ) -> Flat | None:
         """Return total + sum over rewards of (first - (baseline - shift) zeroth) / denominator."""
+        add_scaled = self.buffers.add_scaled
         for first, shift, mean, std in zip(self.first, self.shift, baseline, denominator):
             if math.isinf(std):
                 continue
@@ -72,58 +74,106 @@ class ReweightSchedule(Schedule):
         # The part that is linear in the advantage, whatever its size.
         self._linear = replace(objective, kl_beta=0.0, adv_clip=None)
         self._moments: dict[int, _Moments] = {}
+        self._newest: _Moments | None = None
+        """The moments whose zeroth is the gradient buffers themselves, until they are needed."""
         self._total: Flat | None = None
         self._pooled: Flat | None = None
         self._pooled_std = 1.0
-        self._window: Flat | None = None
+        self._wave: Flat | None = None
+        """What the wave's windows have collected, where a KL term shares the buffers."""
 
     def begin(self, scale: float) -> None:
-        """Forget an unfinished window."""
+        """Start an update; one that was interrupted leaves nothing behind."""
         super().begin(scale)
-        self._moments, self._total, self._pooled, self._window = {}, None, None, None
+        self._moments, self._newest = {}, None
+        self._total = self._pooled = self._wave = None
 
-    def step_drawn(self, trajectory: WaveTrajectory, step: TrainedStep, stats: UpdateStats) -> None:
-        """Run the backward of the step with advantage 1, and of the KL term into the total."""
+    def window_drawn(self, trajectory: WaveTrajectory, window: Window, stats: UpdateStats) -> None:
+        """Run the backward of the window with advantage 1, and of the KL term into the total."""
         assert len(trajectory.wave.slots) == 1, "reweight needs one trajectory a wave"
+        self._free_buffers()
+        one = torch.ones(1, dtype=torch.float64, device=window.steps[0].velocity.device)
         has_kl = self.objective.kl_beta > 0
-        one = torch.ones(1, dtype=torch.float64, device=step.velocity.device)
-        loss, step_stats = step_loss(step.velocity, step, one, self._linear)
-        (loss.sum() * self.scale).backward(retain_graph=has_kl)
-        if has_kl:
-            step_stats["kl"] = self._backward_kl(trajectory, step)
-        stats.add(step_stats, step.trained)
-        step.velocity = step.velocity.detach()
+        kl = self._backward_kl(trajectory, window) if has_kl else {}
 
-    def _backward_kl(self, trajectory: WaveTrajectory, step: TrainedStep) -> torch.Tensor:
-        """The KL gradient does not scale with the advantage: it goes to the total directly."""
-        self._window = add_scaled(self._window, self.buffers.current, 1.0)
+        def loss(velocity: torch.Tensor, step: TrainedStep) -> torch.Tensor:
+            result, step_stats = step_loss(velocity, step, one, self._linear)
+            if has_kl:
+                step_stats["kl"] = kl[step.index]
+            stats.add(step_stats, step.trained)
+            return result
+
+        self._backward_window(window, [step.velocity for step in window.ends], loss)
+        for step in window.ends:
+            step.velocity = step.velocity.detach()
+
+    def _backward_kl(self, trajectory: WaveTrajectory, window: Window) -> dict[int, torch.Tensor]:
+        """The KL gradient does not scale with the advantage: it goes to the total directly.
+
+        Returns the term `[b]` of each step.
+        """
+        values = {}
+
+        def loss(velocity: torch.Tensor, step: TrainedStep) -> torch.Tensor:
+            reference = self._reference_velocity(trajectory, step)
+            kl = reference_kl(self.objective.kl_form, velocity, reference, step.coefficients)
+            values[step.index] = kl.detach().double()
+            return torch.where(step.trained, kl, 0.0) * self.objective.kl_beta
+
+        self._wave = self.buffers.add_scaled(self._wave, self.buffers.current, 1.0)
         self.buffers.clear()
-        with torch.no_grad():
-            reference = self.reference(step.x, step.timestep, trajectory.conditioning)
-        kl = reference_kl(self.objective.kl_form, step.velocity, reference, step.coefficients)
-        weighted = torch.where(step.trained, kl, 0.0).sum() * self.objective.kl_beta * self.scale
-        weighted.backward()
-        self._total = add_scaled(self._total, self.buffers.current, 1.0)
+        velocities = [step.velocity for step in window.ends]
+        self._backward_window(window, velocities, loss, retain_graph=True)
+        self._move_into_total()
+        return values
+
+    def _move_into_total(self) -> None:
+        self._total = self.buffers.add_scaled(self._total, self.buffers.current, 1.0)
         self.buffers.clear()
-        return kl.detach().double()
 
     def wave_rewarded(self, trajectory: WaveTrajectory, rewards: torch.Tensor) -> None:
-        """Move the wave's gradient from the buffers into the moments of its group."""
+        """Add the wave's gradient to the moments of its group."""
+        if self._wave is not None:
+            self.buffers.add_scaled(self.buffers.current, self._wave, 1.0)
+            self.buffers.release(self._wave)
+            self._wave = None
         group, values = trajectory.wave.slots[0].group, rewards[:, 0].tolist()
-        gradient, self._window = self._window or self.buffers.take(), None
         if group in self._moments:
-            self._moments[group].add(gradient, values)
+            self._moments[group].add(self.buffers.current, values)
+            self.buffers.clear()
         else:
-            self._moments[group] = _Moments(values, gradient, [None] * len(values))
+            nothing = [None] * len(values)
+            self._newest = _Moments(self.buffers, values, self.buffers.current, nothing)
+            self._moments[group] = self._newest
+
+    def _free_buffers(self) -> None:
+        """Move the newest group's gradient into a copy, unless the group is complete by now."""
+        if self._newest is not None:
+            self._newest.zeroth, self._newest = self.buffers.take(), None
+
+    def _weigh(
+        self, group: int, total: Flat | None, baseline: list[float], denominator: list[float]
+    ) -> Flat | None:
+        """Return total plus the weighted gradient of a group, whose copies are given back."""
+        moments = self._moments.pop(group, None)
+        if moments is None:
+            return total
+        total = moments.weighted(total, baseline, denominator)
+        if moments is self._newest:
+            self.buffers.clear()
+            self._newest = None
+        else:
+            self.buffers.release(moments.zeroth)
+        for first in moments.first:
+            self.buffers.release(first)
+        return total
 
     def group_complete(self, group: int, advantages: Advantages) -> None:
         """Pool a group whose mean is known and whose std, that of all groups, is not yet."""
-        moments = self._moments.pop(group, None)
-        if moments is not None:
-            baseline = advantages.baseline[:, 0].tolist()
-            signal = advantages.denominator[:, 0].isfinite().tolist()
-            ones = [1.0 if has else math.inf for has in signal]
-            self._pooled = moments.weighted(self._pooled, baseline, ones)
+        baseline = advantages.baseline[:, 0].tolist()
+        signal = advantages.denominator[:, 0].isfinite().tolist()
+        ones = [1.0 if has else math.inf for has in signal]
+        self._pooled = self._weigh(group, self._pooled, baseline, ones)
 
     def backward(
         self, trajectory: WaveTrajectory, advantages: Advantages, stats: UpdateStats
@@ -131,30 +181,35 @@ class ReweightSchedule(Schedule):
         """Weigh the group of a trajectory, unless a member asked before or it is pooled."""
         group = trajectory.wave.slots[0].group
         baseline, std = advantages.baseline[:, 0].tolist(), advantages.denominator[:, 0].tolist()
-        moments = self._moments.pop(group, None)
-        if moments is not None:
-            self._total = moments.weighted(self._total, baseline, std)
+        self._total = self._weigh(group, self._total, baseline, std)
         if math.isfinite(std[0]):
             self._pooled_std = std[0]
         clip, value = self.objective.adv_clip, advantages.values.item()
         if clip is not None and abs(value) > clip:
             self._replay_excess(trajectory, math.copysign(clip, value) - value)
-        trajectory.steps.clear()
+        trajectory.windows.clear()
 
     def _replay_excess(self, trajectory: WaveTrajectory, excess: float) -> None:
         """Correct a trajectory whose advantage is clipped: replay it with A_clipped - A."""
-        for step in trajectory.steps:
+
+        def loss(velocity: torch.Tensor, step: TrainedStep) -> torch.Tensor:
             weight = torch.full_like(step.old_log_prob, excess, dtype=torch.float64)
-            velocity = self.policy(step.x, step.timestep, trajectory.conditioning)
-            loss, _ = step_loss(velocity, step, weight, self._linear)
-            (loss.sum() * self.scale).backward()
-        self._total = add_scaled(self._total, self.buffers.current, 1.0)
+            return step_loss(velocity, step, weight, self._linear)[0]
+
+        self._free_buffers()
+        for window in trajectory.windows:
+            self._backward_window(window, self._replayed(trajectory, window), loss)
+        self._move_into_total()
+
+    def _move_into_total(self) -> None:
+        self._total = self.buffers.add_scaled(self._total, self.buffers.current, 1.0)
         self.buffers.clear()
 
     def finish(self) -> None:
         """Put the weighted gradient where the reduction expects it."""
         assert not self._moments, "groups were left without advantages"
         if self._pooled is not None:
-            self._total = add_scaled(self._total, self._pooled, 1 / self._pooled_std)
+            self._total = self.buffers.add_scaled(self._total, self._pooled, 1 / self._pooled_std)
+            self.buffers.release(self._pooled)
         self.buffers.put(self._total)
         self._total = self._pooled = None

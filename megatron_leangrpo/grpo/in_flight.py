@@ -1,0 +1,86 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""What an iteration keeps at once on a rank: follows the waves as the runner does, without one."""
+
+from collections import Counter
+
+from megatron_leangrpo.conditioning.prompts import Prompt
+from megatron_leangrpo.config import GrpoConfig
+from megatron_leangrpo.grpo.advantages import mean_is_final_early, needs_all_groups
+from megatron_leangrpo.grpo.placement import Group, Placement, Wave, place_on_all
+from megatron_leangrpo.planner.workload import Batch
+
+
+def batch_of(grpo: GrpoConfig, dp_size: int, rewards: int = 1) -> Batch:
+    """The iteration of the rank that keeps the most; `rewards` are terms of an advantage."""
+    groups = [Group(n, Prompt(n, "")) for n in range(grpo.prompts_per_iteration)]
+    placements = place_on_all(
+        groups,
+        grpo.group_size,
+        dp_size=dp_size,
+        placement=grpo.placement,
+        micro_batch_size=grpo.micro_batch_size,
+        updates=grpo.updates_per_rollout,
+    )
+    own = placements[0].waves
+    trained = [wave for wave in own if wave.minibatch == 0]
+    waits = needs_all_groups(grpo.advantage, grpo.reward_combination)
+    return Batch(
+        waves=len(own),
+        trained_waves=len(trained),
+        wave_size=max(len(wave.slots) for wave in own),
+        graphs_in_flight=max(most_in_flight(p, waits) for p in placements),
+        pending=len(own) - len(trained) + max(most_in_flight(p, waits) for p in placements),
+        moment_copies=max(moment_copies(p, grpo, rewards) for p in placements),
+    )
+
+
+def most_in_flight(placement: Placement, waits_for_all: bool) -> int:
+    """Most on-policy waves that have been rolled out and not yet trained."""
+    pending: list[Wave] = []
+    most = 0
+    for wave in (w for w in placement.waves if w.minibatch == 0):
+        pending.append(wave)
+        most = max(most, len(pending))
+        if not waits_for_all:
+            pending = [w for w in pending if not placement.ready(w, wave.index)]
+    return most
+
+
+def moment_copies(placement: Placement, grpo: GrpoConfig, rewards: int) -> int:
+    """Most copies of the gradient buffers that reweight holds, one trajectory a wave.
+
+    A group has its zeroth moment, which stays in the buffers until the next rollout needs them,
+    and from its second trajectory here a first moment for each reward. Groups are weighed into a
+    total when they are complete, or pooled where only the standard deviation is missing.
+    """
+    waits = needs_all_groups(grpo.advantage, grpo.reward_combination)
+    pools = mean_is_final_early(grpo.advantage, grpo.reward_combination)
+    terms = 1 if grpo.reward_combination == "reward_sum" else rewards
+    trajectories: Counter[int] = Counter()
+    has_kl = grpo.kl_beta > 0
+    # The KL term collects in the total, beside a copy of what the wave has so far.
+    total, in_buffers, most = int(has_kl), None, 0
+    for wave in (w for w in placement.waves if w.minibatch == 0):
+        in_buffers = None
+        most = max(most, _held(trajectories, terms, None) + total + has_kl)
+        for group in (slot.group for slot in wave.slots):
+            trajectories[group] += 1
+            in_buffers = group if trajectories[group] == 1 else None
+        most = max(most, _held(trajectories, terms, in_buffers) + total)
+        last = wave is placement.waves[-1]
+        done = [g for g in trajectories if placement.completed_by[g] <= wave.index]
+        if waits and not last and not pools:
+            continue
+        if done:
+            # One total, or pool and total at the end.
+            total = max(total, 1 + (has_kl and pools))
+            most = max(most, _held(trajectories, terms, in_buffers) + total)
+        for group in done:
+            del trajectories[group]
+            in_buffers = None if in_buffers == group else in_buffers
+    return most
+
+
+def _held(trajectories: Counter[int], terms: int, in_buffers: int | None) -> int:
+    firsts = sum(terms for count in trajectories.values() if count > 1)
+    return len(trajectories) - (in_buffers in trajectories) + firsts

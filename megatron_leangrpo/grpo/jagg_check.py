@@ -1,0 +1,56 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""Measures the gradient of an approximate schedule against the exact one of the same rollout."""
+
+from dataclasses import replace
+
+import torch
+
+from megatron_leangrpo.grpo.advantages import Advantages
+from megatron_leangrpo.grpo.gradient_buffers import GradientBuffers
+from megatron_leangrpo.grpo.optimization import collecting_gradients, reduce_gradients
+from megatron_leangrpo.grpo.schedules import ReplaySchedule
+from megatron_leangrpo.grpo.stats import UpdateStats
+from megatron_leangrpo.grpo.trajectory import WaveTrajectory, Window
+
+
+class GradientCheck:
+    """Replays the trajectories of an update step by step.
+
+    Args:
+        replay: the exact schedule, begun with the update's scale.
+        buffers: those that the approximate schedule collects in.
+    """
+
+    def __init__(self, replay: ReplaySchedule, buffers: GradientBuffers) -> None:
+        self.replay, self.buffers = replay, buffers
+        self._kept: list[tuple[WaveTrajectory, Advantages]] = []
+
+    def keep(self, trajectory: WaveTrajectory, advantages: Advantages) -> None:
+        """Remember a trajectory as data, before its backward takes it apart."""
+        windows = [
+            Window([replace(step, velocity=step.velocity.detach())]) for step in trajectory.steps
+        ]
+        self._kept.append((replace(trajectory, windows=windows), advantages))
+
+    def measure(self, model: torch.nn.Module) -> dict[str, float]:
+        """Compare, and leave the approximate gradient in the buffers, summed over all ranks."""
+        approximate = self.buffers.take()
+        with collecting_gradients(model):
+            for trajectory, advantages in self._kept:
+                self.replay.backward(trajectory, advantages, UpdateStats())
+        reduce_gradients(model, whole=True)
+        exact = self.buffers.take()
+        self.buffers.put(approximate)
+        reduce_gradients(model, whole=True)
+        product = self.buffers.inner_product
+        approximate = self.buffers.current
+        squares = product(approximate, approximate), product(exact, exact)
+        mixed = product(approximate, exact)
+        self.buffers.release(exact)
+        if not all(squares):
+            return {}
+        distance = max(squares[0] - 2 * mixed + squares[1], 0.0)
+        return {
+            "jagg_gradient_cosine": mixed / (squares[0] * squares[1]) ** 0.5,
+            "jagg_gradient_error": (distance / squares[1]) ** 0.5,
+        }
