@@ -105,11 +105,37 @@ def _leave_megatron_groups() -> None:
     from megatron.core import parallel_state
 
     groups = getattr(parallel_state, "_global_process_group_list", None) or ()
+    groups = [*groups, *_companions.values()]
+    _companions.clear()
     parallel_state.destroy_model_parallel()
     for group in groups:
         # The list also has None for the world, and groups that this rank is not a member of.
         if group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)
+
+
+_companions: dict[tuple[dist.ProcessGroup, str], dist.ProcessGroup] = {}
+
+
+def companion_group(
+    parent: dist.ProcessGroup, purpose: str, timeout_seconds: float = 600
+) -> dist.ProcessGroup:
+    """Another communicator of the ranks of `parent`, one for each purpose.
+
+    Made at the first call, in which every process of the world must take part with the group that
+    stands for `parent` there; it ends with megatron's groups.
+    """
+    key = (parent, purpose)
+    if key not in _companions:
+        members: list[list[int]] = [[] for _ in range(world_size())]
+        dist.all_gather_object(members, dist.get_process_group_ranks(parent))
+        for ranks in sorted({tuple(member) for member in members}):
+            # Not by its members alone: torch then names groups by how many each rank has, and a
+            # name that comes again finds the addresses of its dead namesake.
+            group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_seconds))
+            if rank() in ranks:
+                _companions[key] = group
+    return _companions[key]
 
 
 def destroy_distributed() -> None:
