@@ -3,10 +3,12 @@
 
 A window is known by its position: first step and length. Its score says how well its velocities
 agree with the line between its ends, averaged over all trajectories of an iteration. The best share
-`jagg_frac` of the positions is approximated in the next iteration; everything is exact where no
-score is known, so in the first iteration. Deciding after the rollout would need every graph.
+`jagg_frac` of the positions, rounded, is approximated in the next iteration; everything is exact
+where no score is known, so in the first iteration. Deciding after the rollout would need every
+graph.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -63,8 +65,7 @@ class JaggRouter(WindowRouter):
     def approximated(self) -> frozenset[Position]:
         """Positions whose windows are approximated; ties go to the earlier window."""
         ranked = sorted(self.scores, key=lambda position: (-self.scores[position], position))
-        # The smallest addend makes up for 0.3 * 10 being just below 3.
-        return frozenset(ranked[: int(self.frac * len(ranked) + 1e-9)])
+        return frozenset(ranked[: math.floor(self.frac * len(ranked) + 0.5)])
 
     def windows(self, plans: Sequence[StepPlan]) -> list[StepWindow]:
         """Return windows where they are approximated, and single steps elsewhere."""
