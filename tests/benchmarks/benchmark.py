@@ -2,6 +2,7 @@
 """One case from its contestants to its tables, and what the run leaves on disk."""
 
 import argparse
+import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,22 @@ from tests.benchmarks.report import CaseReport, draw, print_case, write_json
 
 # Of the whole gradient, in float32 and another order of operations. Measured: below 1e-6.
 TOLERANCE = 1e-5
+
+
+# Parameters of mallopt in glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep what is freed, as CUDA's caching allocator does.
+
+    It gives large blocks back at every free and the kernel clears them at every use, which would
+    charge whoever holds much memory at once.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, -1)
+        mallopt(_M_MMAP_MAX, 0)
 
 
 def run_case(

@@ -30,8 +30,8 @@ class Contestant:
     transformer: torch.nn.Module
     buffers: Callable[[], list[Tensor]]
     """The gradient buffers that outlive an iteration on this rank."""
-    runs_before_measuring: int = 0
-    """jagg's first iteration is exact: its similarities come from the iteration before."""
+    first_cost: str
+    """What the first run costs; jagg's is exact, for it routes by what it saw the time before."""
 
 
 class OurIteration:
@@ -78,7 +78,7 @@ def our_contestant(
         gradients=lambda: experiment.architecture.export_gradients(experiment.model),
         transformer=unwrapped(experiment.model),
         buffers=lambda: GradientBuffers(experiment.model).current,
-        runs_before_measuring=1 if schedule == "jagg" else 0,
+        first_cost="retain" if schedule == "jagg" else cost or schedule,
     )
 
 
@@ -92,6 +92,7 @@ def diffusers_contestant(loop: DiffusersLoop, name: str, cost: str) -> Contestan
         gradients=loop.gradients,
         transformer=loop.model,
         buffers=lambda: [local(p.grad) for p in loop.model.parameters()],
+        first_cost=cost,
     )
 
 

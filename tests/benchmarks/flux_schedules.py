@@ -16,7 +16,7 @@ import torch
 
 from megatron_leangrpo import platform
 from megatron_leangrpo.reporting.console import Console
-from tests.benchmarks.benchmark import run_case, save
+from tests.benchmarks.benchmark import keep_freed_memory, run_case, save
 from tests.benchmarks.cases import Case, add_arguments, whole_groups
 from tests.benchmarks.contestants import (
     Contestant,
@@ -71,5 +71,6 @@ def contestants(case: Case) -> list[Contestant]:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     main()
     platform.destroy_distributed()

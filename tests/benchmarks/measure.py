@@ -2,7 +2,6 @@
 """Runs contestants interleaved: first gradients and memory, then seconds."""
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -68,12 +67,10 @@ class Figure:
 def prepare(
     contestants: Sequence[Contestant], baseline: str, advance: Callable[[int], None]
 ) -> list[Measurement]:
-    """Run each contestant once (jagg twice) for its gradient and its memory; no clock counts."""
+    """Run each contestant once for its gradient and its memory; no clock counts."""
     gradients: dict[str, dict[str, Tensor]] = {}
     peaks = {}
     for contestant in contestants:
-        for _ in range(contestant.runs_before_measuring):
-            contestant.run()
         sizes = {buffer.numel() * buffer.element_size() for buffer in contestant.buffers()}
         # Sharded or per-parameter gradients have the sizes of parameters and of activations;
         # only Megatron's flat buffers are of a size that nothing else has.
@@ -144,13 +141,14 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 def estimate_seconds(case: Case, contestants: Sequence[Contestant], repeat: int) -> float:
-    """About how long a case will take, from one forward with gradients in their cheapest place."""
-    one = contestants[0]
-    start = time.perf_counter()
-    one.run()
-    replay = time.perf_counter() - start
-    total = sum(case.forwards(c.cost) * (repeat + 1 + c.runs_before_measuring) for c in contestants)
-    return replay / case.forwards(one.cost) * total
+    """About how long a case will take, from the first run of the last contestant.
+
+    Where there is jagg it is the last: this is the run of it that must not be measured.
+    """
+    *others, last = contestants
+    assert all(other.first_cost == other.cost for other in others)
+    forward = last.run() / case.forwards(last.first_cost)
+    return forward * (repeat + 1) * sum(case.forwards(c.cost) for c in contestants)
 
 
 def largest(values: Sequence[float]) -> list[float]:

@@ -79,6 +79,7 @@ def write_json(path: Path, reports: Sequence[CaseReport]) -> None:
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "machine": machine.processor() or machine.machine(),
+            "allocator": "keeps what is freed (glibc does not trim, and maps no blocks)",
             "counted": "rollout and update; not texts, pictures, rewards or an optimizer step",
         },
         "cases": [_case_to_json(report) for report in reports],
