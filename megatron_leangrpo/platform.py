@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 _TP_SETTING = "parallel.tensor_model_parallel_size"
+_timeout_seconds = 600.0
 
 
 def is_host() -> bool:
@@ -47,6 +48,8 @@ def initialize_distributed(
     """
     from megatron.core import parallel_state
 
+    global _timeout_seconds
+    _timeout_seconds = timeout_seconds
     adapt_megatron_to_host()
     timeout = timedelta(seconds=timeout_seconds)
     if not is_host():
@@ -65,6 +68,11 @@ def initialize_distributed(
         get_embedding_ranks=lambda ranks, *_: ranks[:1],
         get_position_embedding_ranks=lambda ranks, *_: ranks[:1],
     )
+
+
+def timeout_seconds() -> float:
+    """How long this run waits for a rank."""
+    return _timeout_seconds
 
 
 def check_local_rank(local_rank: int, devices: int) -> None:
@@ -118,7 +126,7 @@ _companions: dict[tuple[dist.ProcessGroup, str], dist.ProcessGroup] = {}
 
 
 def companion_group(
-    parent: dist.ProcessGroup, purpose: str, timeout_seconds: float = 600
+    parent: dist.ProcessGroup, purpose: str, timeout_seconds: float
 ) -> dist.ProcessGroup:
     """Another communicator of the ranks of `parent`, one for each purpose.
 
@@ -138,6 +146,11 @@ def companion_group(
     return _companions[key]
 
 
+def is_companion(group: dist.ProcessGroup) -> bool:
+    """Whether a companion group is still there."""
+    return any(group is companion for companion in _companions.values())
+
+
 def destroy_distributed() -> None:
     """Leave megatron's groups and torch.distributed; safe to call when nothing was started."""
     if not dist.is_initialized():
@@ -154,6 +167,20 @@ def rank() -> int:
 def world_size() -> int:
     """Number of processes; 1 before anything is initialised."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def local_world_size() -> int:
+    """Processes of the run on this machine, as torchrun says; 1 without it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def smallest_over_ranks(value: int) -> int:
+    """The smallest value of any rank (a collective), or this one before there are ranks."""
+    if not dist.is_initialized():
+        return value
+    tensor = torch.tensor([value], dtype=torch.int64, device=device())
+    dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+    return int(tensor.item())
 
 
 def tp_group() -> dist.ProcessGroup | None:

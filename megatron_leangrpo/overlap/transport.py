@@ -78,6 +78,10 @@ class TorchTransport:
         self._agreed: set[tuple[object, ...]] = set()
         self._warm_up()
 
+    def is_open(self) -> bool:
+        """False once megatron's groups have been left."""
+        return platform.is_companion(self._group)
+
     def _warm_up(self) -> None:
         """Connect all neighbours in one batch that every rank takes part in, as NCCL asks."""
         there, here = torch.zeros(2, 1, device=platform.device())
@@ -132,6 +136,26 @@ class TorchTransport:
                 f"{tuple(shape)} in {dtype}, rank {other} has {theirs}"
             )
         self._agreed.add(key)
+
+
+_transports: dict[tuple[dist.ProcessGroup, str], TorchTransport] = {}
+
+
+def transport_of(group: dist.ProcessGroup | None, purpose: str) -> Transport:
+    """The transport of a group for one direction of traffic.
+
+    The first call makes its communicator: every process of the world must come to it.
+    """
+    if platform.group_size(group) == 1:
+        return Alone()
+    assert group is not None
+    known = _transports.get((group, purpose))
+    if known is None or not known.is_open():
+        known = TorchTransport(group, purpose, platform.timeout_seconds())
+        for key in [key for key, transport in _transports.items() if not transport.is_open()]:
+            del _transports[key]
+        _transports[group, purpose] = known
+    return known
 
 
 class _TorchPending:

@@ -97,7 +97,7 @@ def test_a_silent_peer_ends_within_the_timeout(run_ranks, tmp_path):
 def _dying_peer(rank: int, store: str, answers: str) -> None:
     """Body of a process of its own: the launcher would end the survivor with the dead."""
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    transport = _transport()
+    transport = TorchTransport(dist.group.WORLD, "test", timeout_seconds=TIMEOUT_SECONDS)
     _exchange(transport, 4, "fc1")
     if rank == 1:
         os._exit(9)

@@ -1,0 +1,310 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""Column- and row-parallel linears whose collectives run beside the products, forward and backward.
+
+Tensors are `[s, b, h]`; under sequence parallelism each rank holds its share of the tokens between
+the linears. In `bulk` (no `flash`) collectives stay whole: only a column-parallel backward has
+products to put beside them. In `flash` a slice travels while the next one is multiplied. A
+column-parallel backward with a weight gradient is bulk in both: it has a whole product beside each
+collective, and none of them is cut.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron_leangrpo import platform
+from megatron_leangrpo.overlap import collectives
+from megatron_leangrpo.overlap.cost_model import Flash
+from megatron_leangrpo.overlap.engine import (
+    Exchange,
+    Reduction,
+    all_gather_products,
+    products_reduce_scatter,
+)
+from megatron_leangrpo.overlap.transport import transport_of
+from megatron_leangrpo.overlap.weight_grad import WeightGradient
+
+GATHER, SCATTER = "gather", "scatter"
+_TO_AUTOGRAD = WeightGradient()
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """How one layer is sharded and how it talks."""
+
+    group: dist.ProcessGroup | None
+    sequence_parallel: bool
+    flash: Flash | None
+    """None for bulk."""
+    layer: str
+    """What errors call it."""
+    reduces_input_grad: bool = True
+    """False where the caller sums the input's gradient over the ranks (without SP only)."""
+    sum_dtype: torch.dtype | None = None
+    """What a ring's running sum is kept and sent in; the dtype of the products by default."""
+    weight_gradient: WeightGradient = _TO_AUTOGRAD
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return platform.group_size(self.group)
+
+    @property
+    def shards_tokens(self) -> bool:
+        """Whether the tokens are sharded between the linears."""
+        return self.sequence_parallel and self.size > 1
+
+    def exchange(self, purpose: str, rows: torch.Tensor) -> Exchange:
+        """The way to talk about `rows`, after all ranks agree that they have as many."""
+        assert self.flash is not None
+        transport = transport_of(self.group, purpose)
+        layer = f"{self.layer} ({purpose})"
+        transport.check_agreement(layer, rows.shape, rows.dtype)
+        return Exchange(transport, self.flash, layer)
+
+
+def prepare(group: dist.ProcessGroup | None) -> None:
+    """Make the communicators of a group; every process of the world must come to it."""
+    for purpose in (GATHER, SCATTER):
+        transport_of(group, purpose)
+
+
+def column_parallel(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    plan: LinearPlan,
+) -> tuple[torch.Tensor, ...]:
+    """One output for each weight `[features, h]`: the input is gathered once for all of them."""
+    return _ColumnParallel.apply(plan, x, *weights, *biases)
+
+
+def row_parallel(
+    inputs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    plan: LinearPlan,
+) -> torch.Tensor:
+    """The sum over ranks of all `x @ weight.t()`, reduced once, and then one bias.
+
+    Tokens that do not divide by the ranks are padded: under sequence parallelism the last ranks'
+    shares then end in rows of the bias alone.
+    """
+    return _RowParallel.apply(plan, bias, *inputs, *weights)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _sum_of_products(
+    inputs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    total: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """All `x @ weight`, added into `total` if given."""
+    for x, weight in zip(inputs, weights):
+        total = x @ weight if total is None else total.addmm_(x, weight)
+    assert total is not None
+    return total
+
+
+def _reduce_scatter(
+    inputs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    slice_rows: int,
+    plan: LinearPlan,
+) -> torch.Tensor:
+    """Our `slice_rows` of the sum over ranks of all `x @ weight`, overlapped."""
+    reduction = Reduction(
+        inputs[0].shape[0],
+        slice_rows,
+        weights[0].shape[1],
+        inputs[0].dtype,
+        inputs[0].device,
+        plan.sum_dtype,
+    )
+
+    def produce(start: int, stop: int, total: torch.Tensor | None) -> torch.Tensor:
+        return _sum_of_products([x[start:stop] for x in inputs], weights, total)
+
+    return products_reduce_scatter(reduction, produce, plan.exchange(SCATTER, inputs[0]))
+
+
+def _all_reduce(
+    inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], plan: LinearPlan
+) -> torch.Tensor:
+    """The sum over ranks of all `x @ weight`: an overlapped reduce-scatter, then a gather."""
+    rows = inputs[0].shape[0]
+    ours = _reduce_scatter(inputs, weights, -(-rows // plan.size), plan)
+    return collectives.all_gather(ours, plan.group).wait()[:rows]
+
+
+class _ColumnParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, plan: LinearPlan, x: torch.Tensor, *parameters: torch.Tensor | None):
+        count = len(parameters) // 2
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.plan, ctx.shape, ctx.biases = plan, x.shape, len(biases)
+        rows = _rows(x)
+        trains = any(ctx.needs_input_grad[2 : 2 + count])
+        ctx.save_for_backward(rows if trains else None, *weights)
+        outputs = _column_outputs(rows, weights, biases, plan)
+        return tuple(out.view(-1, *x.shape[1:-1], out.shape[-1]) for out in outputs)
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor):
+        plan: LinearPlan = ctx.plan
+        rows, *weights = ctx.saved_tensors
+        grads = [_rows(grad) for grad in grads]
+        _, needs_x, *needs = ctx.needs_input_grad
+        needs_weight, needs_bias = needs[: len(weights)], needs[len(weights) :]
+        gathered = None
+        if any(needs_weight) and plan.shards_tokens:
+            gathered = collectives.all_gather(rows, plan.group)
+        dx = None
+        if needs_x:
+            dx = _column_input_grad(grads, weights, plan, beside=any(needs_weight))
+        if gathered is not None:
+            rows = gathered.wait()
+        dw = [
+            plan.weight_gradient.of(weight, grad, rows) if needed else None
+            for weight, grad, needed in zip(weights, grads, needs_weight)
+        ]
+        db = [grad.sum(0) if needed else None for grad, needed in zip(grads, needs_bias)]
+        return None, dx().view(ctx.shape) if dx else None, *dw, *db
+
+
+def _column_outputs(
+    rows: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    plan: LinearPlan,
+) -> list[torch.Tensor]:
+    if not plan.shards_tokens:
+        return [F.linear(rows, weight, bias) for weight, bias in zip(weights, biases)]
+    if plan.flash is None:
+        rows = collectives.all_gather(rows, plan.group).wait()
+        return [F.linear(rows, weight, bias) for weight, bias in zip(weights, biases)]
+    outputs = [rows.new_empty(plan.size * rows.shape[0], weight.shape[0]) for weight in weights]
+
+    def consume(start: int, part: torch.Tensor) -> None:
+        for weight, bias, out in zip(weights, biases, outputs):
+            target = out[start : start + len(part)]
+            if bias is None:
+                torch.mm(part, weight.t(), out=target)
+            else:
+                torch.addmm(bias, part, weight.t(), out=target)
+
+    all_gather_products(rows, consume, plan.exchange(GATHER, rows))
+    return outputs
+
+
+def _column_input_grad(
+    grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], plan: LinearPlan, beside: bool
+) -> Callable[[], torch.Tensor]:
+    """The input's gradient, to be asked for after the products that its collective may hide behind.
+
+    `beside` says that there are such products; without them flash cuts this one.
+    """
+    reduces = plan.size > 1 and (plan.shards_tokens or plan.reduces_input_grad)
+    if reduces and plan.flash is not None and not beside:
+        if plan.shards_tokens:
+            ours = grads[0].shape[0] // plan.size
+            done = _reduce_scatter(grads, weights, ours, plan)
+        else:
+            done = _all_reduce(grads, weights, plan)
+        return lambda: done
+    partial = _sum_of_products(grads, weights)
+    if not reduces:
+        return lambda: partial
+    if plan.shards_tokens:
+        return collectives.reduce_scatter(partial, plan.group).wait
+    return collectives.all_reduce(partial, plan.group).wait
+
+
+class _RowParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, plan: LinearPlan, bias: torch.Tensor | None, *tensors: torch.Tensor):
+        count = len(tensors) // 2
+        inputs, weights = [_rows(x) for x in tensors[:count]], tensors[count:]
+        ctx.plan, ctx.shapes = plan, [x.shape for x in tensors[:count]]
+        trained = ctx.needs_input_grad[2 + count :]
+        kept = [x if needed else None for x, needed in zip(inputs, trained)]
+        ctx.save_for_backward(*kept, *weights)
+        out = _row_output(inputs, [weight.t() for weight in weights], ctx.shapes[0], plan)
+        if bias is not None:
+            out = out.add_(bias)
+        return out.view(-1, *ctx.shapes[0][1:-1], out.shape[-1])
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        plan: LinearPlan = ctx.plan
+        count = len(ctx.shapes)
+        inputs, weights = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        _, needs_bias, *needs = ctx.needs_input_grad
+        grad = _rows(grad)
+        db = grad.sum(0) if needs_bias else None
+        dx, grad = _row_input_grads(grad, weights, ctx.shapes, needs[:count], plan)
+        dw = [
+            plan.weight_gradient.of(weight, grad, x) if needed else None
+            for weight, x, needed in zip(weights, inputs, needs[count:])
+        ]
+        return None, db, *dx, *dw
+
+
+def _row_output(
+    inputs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    shape: torch.Size,
+    plan: LinearPlan,
+) -> torch.Tensor:
+    if plan.size == 1:
+        return _sum_of_products(inputs, weights)
+    tokens = -(-shape[0] // plan.size)
+    slice_rows = tokens * (inputs[0].shape[0] // shape[0])
+    if plan.flash is not None:
+        if plan.shards_tokens:
+            return _reduce_scatter(inputs, weights, slice_rows, plan)
+        return _all_reduce(inputs, weights, plan)
+    partial = _sum_of_products(inputs, weights)
+    if not plan.shards_tokens:
+        return collectives.all_reduce(partial, plan.group).wait()
+    missing = slice_rows * plan.size - partial.shape[0]
+    if missing:
+        partial = F.pad(partial, (0, 0, 0, missing))
+    return collectives.reduce_scatter(partial, plan.group).wait()
+
+
+def _row_input_grads(
+    grad: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    shapes: Sequence[torch.Size],
+    needed: Sequence[bool],
+    plan: LinearPlan,
+) -> tuple[list[torch.Tensor | None], torch.Tensor]:
+    """The gradient of each input that needs one, and the output's gradient for all tokens."""
+    rows = shapes[0][:-1].numel()
+    if not plan.shards_tokens:
+        dx = [grad @ weight if need else None for weight, need in zip(weights, needed)]
+    elif plan.flash is None:
+        grad = collectives.all_gather(grad, plan.group).wait()[:rows]
+        dx = [grad @ weight if need else None for weight, need in zip(weights, needed)]
+    else:
+        dx = [
+            grad.new_empty(rows, weight.shape[1]) if need else None
+            for weight, need in zip(weights, needed)
+        ]
+
+        def consume(start: int, part: torch.Tensor) -> None:
+            # What was padded on the way out has no input.
+            part = part[: max(0, rows - start)]
+            for weight, out in zip(weights, dx):
+                if out is not None:
+                    torch.mm(part, weight, out=out[start : start + len(part)])
+
+        grad = all_gather_products(grad, consume, plan.exchange(GATHER, grad))[:rows]
+    return [d.view(shape) if d is not None else None for d, shape in zip(dx, shapes)], grad
