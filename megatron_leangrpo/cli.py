@@ -1,5 +1,5 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""The command line: ``leangrpo train | compare | sample | build-tiny | info``.
+"""The command line: ``leangrpo train | compare | plan | sample | build-tiny | info``.
 
 Only the argument parser is imported here, so that ``--help`` answers at once.
 """
@@ -61,6 +61,17 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--dump-grads", metavar="FILE", help="safetensors of the first schedule's full gradient"
     )
+
+    plan = _recipe_command(
+        commands, "plan", _plan, "memory and seconds of each schedule and layout, before any GPU"
+    )
+    plan.add_argument(
+        "--gpu",
+        default="h100-80gb",
+        help="h100-80gb, h200-141gb, a100-80gb, b200, l20, or host (default: h100-80gb)",
+    )
+    plan.add_argument("--gpus", type=int, metavar="N", help="1 to 1024 (default: one node)")
+    plan.add_argument("--json", metavar="FILE", help="write every schedule and layout as JSON")
 
     sample = _recipe_command(commands, "sample", _sample, "pictures from the base or a checkpoint")
     sample.add_argument("--checkpoint", metavar="DIR", help="a run directory or a checkpoint of it")
@@ -152,6 +163,18 @@ def _compare(arguments: argparse.Namespace) -> None:
         repeat=arguments.repeat,
         json_path=arguments.json,
         gradients_path=arguments.dump_grads,
+    )
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from megatron_leangrpo.grpo import commands
+
+    commands.plan(
+        arguments.recipe,
+        arguments.overrides,
+        gpu=arguments.gpu,
+        gpus=arguments.gpus,
+        json_path=arguments.json,
     )
 
 

@@ -9,14 +9,14 @@ from typing import Literal
 class ModelConfig:
     """Which transformer is trained, and in which precision."""
 
-    family: Literal["flux"] = "flux"
-    """Model family."""
+    family: Literal["flux", "wan"] = "flux"
+    """Model family; wan can be planned and not yet trained."""
     base: str | None = None
     """Base model: a diffusers pipeline folder, or the name of an embedded base
     (flux_digits, flux_shapes)."""
     preset: str | None = None
-    """Architecture by name (flux_dev, flux_slice, flux_tiny, flux_bench), with random weights when
-    no base is given."""
+    """Architecture by name (flux_dev, flux_slice, flux_tiny, flux_bench; wan21_1.3b, wan21_14b,
+    wan21_i2v_14b, wan22_a14b, wan22_5b, wan_tiny), with random weights when no base is given."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Dtype of weights and activations. Log-probs and latents are never narrower than float32."""
     guidance_scale: float = 3.5
@@ -47,6 +47,10 @@ class SamplingConfig:
     """Image height in pixels."""
     width: int = 512
     """Image width in pixels."""
+    num_frames: int = 1
+    """Frames of a video, a multiple of 4 and one more; 1 for pictures."""
+    cfg_scale: float = 1.0
+    """Classifier-free guidance: above 1 every step also runs the model without the prompt."""
     num_steps: int = 10
     """Denoising steps of a rollout (N)."""
     sigma_schedule: Literal["flux_dynamic", "static_shift"] = "flux_dynamic"

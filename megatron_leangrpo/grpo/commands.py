@@ -25,15 +25,17 @@ def train(recipe: str, overrides: Sequence[str], dry_run: bool = False) -> None:
     from megatron_leangrpo.grpo.experiment import build_experiment
     from megatron_leangrpo.grpo.run_report import RunReport
     from megatron_leangrpo.grpo.trainer import Trainer, checkpoint_to_resume
+    from megatron_leangrpo.models.families import check_trainable
 
     config, note = load(recipe, overrides)
+    check_trainable(config.model.family)
     console = _start(config, note, alone=dry_run)
     if platform.is_logging_rank():
         # Here already, because weights may take minutes to load.
         RunDirectory.check(config.output, config.checkpoint.resume)
         if config.checkpoint.resume:
             checkpoint_to_resume(RunDirectory(config.output))
-    check_and_describe(config, console, None if dry_run else platform.world_size())
+    config = check_and_describe(config, console, None if dry_run else platform.world_size())
     if dry_run:
         return
     with console.progress("loading", 1) as advance:
@@ -67,15 +69,19 @@ def compare(
     from megatron_leangrpo.grpo.compare import check_comparison, compare_schedules
     from megatron_leangrpo.grpo.dry_run import check_run
     from megatron_leangrpo.grpo.experiment import build_experiment, check_schedule
+    from megatron_leangrpo.grpo.planning import resolve_auto
+    from megatron_leangrpo.models.families import check_trainable
 
     check_comparison(schedules, repeat)
     _check_file("--json", json_path)
     _check_file("--dump-grads", gradients_path)
     config, note = load(recipe, overrides)
+    check_trainable(config.model.family)
     for name in schedules:
         check_schedule(name, config.grpo)
     console = _start(config, note)
     check_run(config, platform.world_size())
+    config, _ = resolve_auto(config, platform.world_size())
     experiment = build_experiment(config)
     with console.progress("comparing", len(schedules) * (repeat + 1)) as advance:
         comparison = compare_schedules(experiment, schedules, repeat, advance)
@@ -113,12 +119,29 @@ def compare(
     platform.destroy_distributed()
 
 
+def plan(
+    recipe: str,
+    overrides: Sequence[str],
+    gpu: str,
+    gpus: int | None,
+    json_path: str | None = None,
+) -> None:
+    """Print what each schedule would take on each layout of some GPUs, and which to choose."""
+    from megatron_leangrpo.grpo.plan import plan as plan_run
+
+    _check_file("--json", json_path)
+    config, _ = load(recipe, overrides)
+    plan_run(config, gpu, gpus, json_path)
+
+
 def sample(recipe: str, overrides: Sequence[str], checkpoint: str | None = None) -> None:
     """Draw pictures of the evaluation prompts from the base or from a run's checkpoint."""
     from megatron_leangrpo.grpo.experiment import build_experiment
     from megatron_leangrpo.grpo.sampling import find_checkpoint, sample_pictures
+    from megatron_leangrpo.models.families import check_trainable
 
     config, note = load(recipe, overrides)
+    check_trainable(config.model.family)
     folder = None if checkpoint is None else find_checkpoint(Path(checkpoint))
     console = _start(config, note)
     if platform.is_logging_rank():

@@ -16,12 +16,16 @@ from megatron_leangrpo.reporting.metrics import import_wandb
 _AT_LEAST = {
     "model.guidance_scale": 0,
     "model.max_text_tokens": 1,
+    "sampling.num_frames": 1,
+    "sampling.cfg_scale": 1,
     "parallel.timeout_seconds": 1,
     "grpo.iterations": 1,
     "grpo.prompts_per_iteration": 1,
     "grpo.group_size": 1,
     "grpo.micro_batch_size": 1,
     "grpo.updates_per_rollout": 1,
+    "grpo.jagg_window": 1,
+    "grpo.jagg_check_interval": 0,
     "optimizer.lr": 0,
     "optimizer.min_lr": 0,
     "optimizer.lr_warmup_updates": 0,
@@ -52,6 +56,8 @@ def check_bounds(config: RunConfig) -> None:
     for key in _BELOW_ONE:
         if _value(config, key) >= 1:
             raise ValueError(f"{key} = {_value(config, key)} must be at least 0 and below 1")
+    if not 0 <= config.grpo.jagg_frac <= 1:
+        raise ValueError(f"grpo.jagg_frac = {config.grpo.jagg_frac} must be between 0 and 1")
     if config.optimizer.adam_eps == 0:
         raise ValueError("optimizer.adam_eps = 0 must be above 0, such as 1e-8")
 

@@ -13,6 +13,7 @@ from megatron_leangrpo.grpo.config_checks import check_training
 from megatron_leangrpo.grpo.experiment import check_schedule, objective_config
 from megatron_leangrpo.grpo.inputs import check_parts, check_prompts, latent_geometry, read_prompts
 from megatron_leangrpo.grpo.placement import check_placement
+from megatron_leangrpo.grpo.planning import resolve_auto
 from megatron_leangrpo.grpo.rollout import RolloutSettings
 from megatron_leangrpo.platform import check_tensor_model_parallel_size
 from megatron_leangrpo.reporting.console import Console
@@ -65,8 +66,12 @@ def check_run(config: RunConfig, world_size: int, needs_weights: bool = True) ->
     return CheckedRun(architecture, shape[0], grid, settings.selector.num_trained(0), len(prompts))
 
 
-def check_and_describe(config: RunConfig, console: Console, world_size: int | None = None) -> None:
+def check_and_describe(
+    config: RunConfig, console: Console, world_size: int | None = None
+) -> RunConfig:
     """Raise ``ValueError`` for what cannot be trained; otherwise print the run's facts.
+
+    Returns the configuration with a schedule in the place of `auto`.
 
     Without `world_size` this is a dry run: weights need not be on this machine, and the ranks are
     those of the environment variable WORLD_SIZE, or else one tensor-parallel group.
@@ -75,8 +80,9 @@ def check_and_describe(config: RunConfig, console: Console, world_size: int | No
     tp = config.parallel.tensor_model_parallel_size
     world = int(os.environ.get("WORLD_SIZE", tp)) if world_size is None else world_size
     check_training(config)
-    check_schedule(config.grpo.schedule, config.grpo)
     checked = check_run(config, world, needs_weights=not dry_run)
+    config, reason = resolve_auto(config, world)
+    check_schedule(config.grpo.schedule, config.grpo)
     architecture, grid = checked.architecture, checked.grid
     facts = {
         "model": _describe_model(config, architecture),
@@ -90,7 +96,7 @@ def check_and_describe(config: RunConfig, console: Console, world_size: int | No
         f"trained ({config.sampling.step_selection}), kernel {config.sampling.kernel}",
         "iteration": describe_batch(config, world // tp),
         "prompts": f"{checked.prompts} in {config.prompts.train}",
-        "schedule": _describe_schedule(config, checked.trained_steps),
+        "schedule": _describe_schedule(config, checked.trained_steps, reason),
     }
     if dry_run:
         sizes = rank_bytes(config, architecture, world // tp)
@@ -98,6 +104,7 @@ def check_and_describe(config: RunConfig, console: Console, world_size: int | No
         parts = ", ".join(f"{n} {byte_size(v)}" for n, v in dataclasses.asdict(sizes).items() if v)
         facts["bytes a rank"] = f"{byte_size(total)} before activations ({parts})"
     console.facts(f"{config.recipe}", facts)
+    return config
 
 
 def rank_bytes(config: RunConfig, architecture: Architecture, dp_size: int) -> RankBytes:
@@ -146,8 +153,11 @@ def _describe_model(config: RunConfig, architecture: Architecture) -> str:
     )
 
 
-def _describe_schedule(config: RunConfig, trained: int) -> str:
-    """Say what the schedule can save here, counted in forwards (a backward is two)."""
+def _describe_schedule(config: RunConfig, trained: int, reason: str | None) -> str:
+    """Say what the schedule can save here, counted in forwards (a backward is two).
+
+    `reason` is why `auto` chose it.
+    """
     steps, updates = config.sampling.num_steps, config.grpo.updates_per_rollout
     recomputed = 1 if config.model.recompute_granularity == "full" else 0
     replay = steps + (3 + recomputed) * trained
@@ -158,6 +168,9 @@ def _describe_schedule(config: RunConfig, trained: int) -> str:
             # The KL term needs a backward of its own.
             saved -= 2 * trained / updates
         text += f", at most {replay / (replay - saved):.2f} times replay's speed"
+    if reason is not None:
+        recompute = config.model.recompute_granularity
+        text += f"; chosen by auto with recomputation {recompute}: {reason}"
     if updates > 1:
         text += f"; only the first of {updates} updates is on-policy, the others are replayed"
     return text

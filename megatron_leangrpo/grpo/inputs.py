@@ -74,11 +74,12 @@ def latent_geometry(
 
     Raises ``ValueError`` for a size that does not fit, naming the nearest ones that do.
     """
-    multiple = FLUX_MULTIPLE
-    if architecture.base is not None:
+    multiple = architecture.config.pixels_per_token or FLUX_MULTIPLE
+    if architecture.base is not None and architecture.config.pixels_per_token is None:
         multiple = 2 ** len(_read_part(architecture.base, "vae", "block_out_channels"))
     rows, columns = token_grid(config.sampling.height, config.sampling.width, multiple)
-    return (rows * columns, architecture.config.in_channels), (rows, columns)
+    frames = architecture.config.latent_frames(config.sampling.num_frames)
+    return (frames * rows * columns, architecture.config.in_channels), (rows, columns)
 
 
 def check_parts(architecture: Architecture) -> None:

@@ -3,15 +3,19 @@
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megatron_leangrpo.models.common.config import TransformerSettings
+from megatron_leangrpo.models.common.shape import Companions, TransformerShape
 from megatron_leangrpo.models.common.weights import Rule
 
-_FAMILIES = {"flux": "megatron_leangrpo.models.flux.family"}
+_FAMILIES = {
+    "flux": "megatron_leangrpo.models.flux.family",
+    "wan": "megatron_leangrpo.models.wan.family",
+}
 
 
 @dataclass(frozen=True)
@@ -24,12 +28,17 @@ class ModelFamily:
     """Architectures by name; keyword arguments override fields."""
     from_diffusers_config: Callable[..., TransformerSettings]
     """A `config.json` and overrides to a configuration."""
-    build: Callable[[Any], torch.nn.Module]
-    """A configuration to this rank's share of the model, weights unset."""
-    weight_rules: Callable[[Any], Sequence[Rule]]
+    build: Callable[[Any], torch.nn.Module] | None
+    """A configuration to this rank's share of the model, weights unset; None can only be planned.
+    """
+    weight_rules: Callable[[Any], Sequence[Rule]] | None
     """A configuration to the table of its weights: ours and diffusers'."""
     describe: Callable[[Any], str]
     """A configuration in a few words."""
+    shape: Callable[[Any, int, int], TransformerShape] | None = None
+    """A configuration, image tokens and text tokens to sizes; None cannot be planned."""
+    companions: Companions = field(default_factory=Companions)
+    """The other parts of a pipeline as published."""
 
 
 def model_family(name: str) -> ModelFamily:
@@ -42,3 +51,13 @@ def find_preset(family: ModelFamily, name: str) -> Callable[..., Any]:
     if name not in family.presets:
         raise ValueError(f"model.preset = {name!r} is not one of {sorted(family.presets)}")
     return family.presets[name]
+
+
+def check_trainable(name: str) -> None:
+    """Raise ``ValueError`` for a family that this version can only plan."""
+    if model_family(name).build is None:
+        valid = [family for family in _FAMILIES if model_family(family).build is not None]
+        raise ValueError(
+            f"model.family = {name}: this version can plan its runs (leangrpo plan) but has no "
+            f"model of it yet; valid here: {', '.join(valid)}"
+        )

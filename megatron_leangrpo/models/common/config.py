@@ -34,6 +34,17 @@ class TransformerSettings:
     sequence_parallel: bool = False
     """Shard the tokens between the linears over the same ranks; without effect on one rank."""
 
+    @property
+    def pixels_per_token(self) -> int | None:
+        """Pixels a side of one token; None where the pipeline's VAE decides."""
+        return None
+
+    def latent_frames(self, frames: int) -> int:
+        """Latent frames of a video; ``ValueError`` for a number that cannot be."""
+        if frames != 1:
+            raise ValueError(f"sampling.num_frames = {frames}: this model makes pictures; valid: 1")
+        return 1
+
     def check_layout(self, hidden: int, heads: int) -> None:
         """Raise ``ValueError`` for heads, recomputation or a layout that cannot be."""
         if hidden % heads:

@@ -1,11 +1,20 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """FLUX as a model family."""
 
+import torch
+
 from megatron_leangrpo.models.families import ModelFamily
 from megatron_leangrpo.models.flux.config import PRESETS, FluxConfig, from_diffusers_config
-from megatron_leangrpo.models.flux.model import FluxTransformer
+from megatron_leangrpo.models.flux.shape import PUBLISHED_COMPANIONS, flux_shape
 from megatron_leangrpo.models.flux.weight_map import weight_rules
 from megatron_leangrpo.models.loading import FLUX_CLASS
+
+
+def _build(config: FluxConfig) -> torch.nn.Module:
+    # megatron-core takes seconds to import, and planning needs none of it.
+    from megatron_leangrpo.models.flux.model import FluxTransformer
+
+    return FluxTransformer(config)
 
 
 def _describe(config: FluxConfig) -> str:
@@ -19,7 +28,9 @@ FAMILY = ModelFamily(
     class_name=FLUX_CLASS,
     presets=PRESETS,
     from_diffusers_config=from_diffusers_config,
-    build=FluxTransformer,
+    build=_build,
     weight_rules=weight_rules,
     describe=_describe,
+    shape=flux_shape,
+    companions=PUBLISHED_COMPANIONS,
 )

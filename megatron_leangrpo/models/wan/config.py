@@ -57,6 +57,22 @@ class WanConfig(TransformerSettings):
         """Tokens of a conditioning picture that are attended to beside the text."""
         return 0 if self.image_dim is None else IMAGE_CONDITION_TOKENS
 
+    @property
+    def pixels_per_token(self) -> int:
+        """Pixels a side of one token."""
+        return self.spatial_stride * PATCH_SIZE[1]
+
+    def latent_frames(self, frames: int) -> int:
+        """Latent frames of a video; ``ValueError`` for a number that cannot be."""
+        groups, rest = divmod(frames - 1, self.temporal_stride)
+        if rest:
+            below = groups * self.temporal_stride + 1
+            raise ValueError(
+                f"sampling.num_frames = {frames}: must be a multiple of {self.temporal_stride} and "
+                f"one more; nearest valid: {below} or {below + self.temporal_stride}"
+            )
+        return groups + 1
+
     def transformer_config(self) -> TransformerConfig:
         """What megatron-core's layers, data-parallel wrapper and optimizer want to know."""
         return self.megatron_config(

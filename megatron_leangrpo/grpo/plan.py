@@ -1,0 +1,84 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""`leangrpo plan`: every schedule on every layout of some GPUs, without a model or a rank."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+
+from megatron_leangrpo.config import RunConfig
+from megatron_leangrpo.files import atomic_write
+from megatron_leangrpo.grpo.architecture import Architecture, resolve_architecture
+from megatron_leangrpo.grpo.experiment import objective_config
+from megatron_leangrpo.grpo.placement import check_placement
+from megatron_leangrpo.grpo.planning import all_candidates, workload_of
+from megatron_leangrpo.planner.gpus import Gpu, find_gpu
+from megatron_leangrpo.planner.report import print_plan, to_json
+from megatron_leangrpo.planner.selector import choose
+from megatron_leangrpo.planner.workload import Workload
+from megatron_leangrpo.reporting.console import Console
+
+MOST_GPUS = 1024
+
+
+def plan(config: RunConfig, gpu_name: str, gpus: int | None, json_path: str | None = None) -> None:
+    """Print the plan of a run and write it as JSON."""
+    gpu = find_gpu(gpu_name)
+    count = gpus if gpus is not None else min(gpu.per_node, 8)
+    if not 1 <= count <= MOST_GPUS:
+        raise ValueError(f"--gpus = {count}; valid: 1 to {MOST_GPUS}")
+    objective_config(config)
+    # The layout of the recipe is one of many here.
+    single = dataclasses.replace(
+        config, parallel=dataclasses.replace(config.parallel, tensor_model_parallel_size=1)
+    )
+    architecture = resolve_architecture(single, needs_weights=False)
+    work = workload_of(single, architecture)
+    layouts = _layouts(config, architecture, work, gpu, count)
+    found = all_candidates(config, work, layouts, gpu)
+    choice = choose(work, found, gpu.budget, f"{count} x {gpu.name}")
+    print_plan(Console(), _title(config, architecture, work, gpu, count), choice, work, gpu)
+    if json_path is not None:
+        settings = {**dataclasses.asdict(config), "gpu": gpu.name, "gpus": count}
+        report = to_json(choice, work, gpu, settings)
+        atomic_write(json_path, json.dumps(report, indent=2) + "\n")
+
+
+def _layouts(
+    config: RunConfig, architecture: Architecture, work: Workload, gpu: Gpu, gpus: int
+) -> Sequence[tuple[int, int]]:
+    """Tensor- and data-parallel sizes that heads, nodes and groups allow."""
+    heads, grpo = work.shape.heads, config.grpo
+    sizes = [
+        tp
+        for tp in range(1, min(gpus, gpu.per_node) + 1)
+        if heads % tp == 0 and gpus % tp == 0 and gpu.per_node % tp == 0
+    ]
+    layouts, refusal = [], None
+    for tp in sizes:
+        try:
+            check_placement(
+                grpo.prompts_per_iteration,
+                grpo.group_size,
+                gpus // tp,
+                grpo.placement,
+                grpo.updates_per_rollout,
+            )
+            layouts.append((tp, gpus // tp))
+        except ValueError as error:
+            refusal = error
+    if not layouts:
+        raise ValueError(f"--gpus = {gpus}: no layout works. {refusal}")
+    return layouts
+
+
+def _title(
+    config: RunConfig, architecture: Architecture, work: Workload, gpu: Gpu, gpus: int
+) -> str:
+    sampling, grpo = config.sampling, config.grpo
+    frames = f" x {sampling.num_frames} frames" if sampling.num_frames > 1 else ""
+    guidance = ", guided" if work.guided else ""
+    return (
+        f"{config.recipe} on {gpus} x {gpu.name}: {work.shape.parameters / 1e9:.2f} B parameters, "
+        f"{sampling.height} x {sampling.width}{frames} = {work.shape.image_tokens} tokens"
+        f"{guidance}, {grpo.prompts_per_iteration} prompts x {grpo.group_size} samples"
+    )

@@ -1,0 +1,137 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""From a run's configuration to the planner's terms, and `grpo.schedule = auto` to a schedule."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_leangrpo import platform
+from megatron_leangrpo.config import RunConfig
+from megatron_leangrpo.grpo.architecture import Architecture, resolve_architecture
+from megatron_leangrpo.grpo.in_flight import batch_of
+from megatron_leangrpo.grpo.inputs import latent_geometry
+from megatron_leangrpo.grpo.rollout import RolloutSettings
+from megatron_leangrpo.models.common.shape import Companions
+from megatron_leangrpo.planner import gpus
+from megatron_leangrpo.planner.selector import Candidate, Choice, candidates, choose
+from megatron_leangrpo.planner.workload import Batch, Jagg, Workload
+
+
+def workload_of(config: RunConfig, architecture: Architecture) -> Workload:
+    """What the planner needs to know of a run; reads no weights."""
+    grpo, model = config.grpo, architecture.config
+    (tokens, channels), _ = latent_geometry(config, architecture)
+    settings = RolloutSettings.from_config(config.sampling, (tokens, channels), config.seed)
+    sampling = config.sampling
+    return Workload(
+        shape=architecture.family.shape(model, tokens, config.model.max_text_tokens),
+        sampled_steps=sampling.num_steps,
+        trained_steps=settings.selector.num_trained(0),
+        width=model.params_dtype.itemsize,
+        samples=grpo.prompts_per_iteration * grpo.group_size,
+        micro_batch=grpo.micro_batch_size,
+        updates=grpo.updates_per_rollout,
+        guided=sampling.cfg_scale > 1,
+        kl=grpo.kl_beta > 0,
+        reference_offload=grpo.reference_offload,
+        average=config.optimizer.ema_decay > 0,
+        distributed_optimizer=config.optimizer.use_distributed_optimizer,
+        sequence_parallel=config.parallel.sequence_parallel,
+        steps_chosen_singly=_chosen_singly(config),
+        jagg=Jagg(grpo.jagg_on, grpo.jagg_window, grpo.jagg_frac),
+        companions=_companions(config, architecture),
+    )
+
+
+def batches_of(config: RunConfig) -> Callable[[int], Batch]:
+    """Return a function from the data-parallel size to a rank's iteration."""
+    rewards = max(1, len(config.reward.weights))
+    return functools.lru_cache(lambda dp: batch_of(config.grpo, dp, rewards))
+
+
+def resolve_auto(config: RunConfig, world_size: int) -> tuple[RunConfig, str | None]:
+    """Put a schedule in the place of `auto`, for this machine's memory; returns why, too.
+
+    On several ranks this is a collective. Other schedules stay, without a reason.
+    """
+    if config.grpo.schedule != "auto":
+        return config, None
+    architecture = resolve_architecture(config, needs_weights=False)
+    tp = config.parallel.tensor_model_parallel_size
+    device = _device(min(world_size, platform.local_world_size()))
+    found = _choose_on(config, architecture, device, [(tp, world_size // tp)])
+    chosen = found.chosen
+    changed = dataclasses.replace(
+        config,
+        grpo=dataclasses.replace(config.grpo, schedule=chosen.schedule),
+        model=dataclasses.replace(config.model, recompute_granularity=chosen.recompute),
+    )
+    return changed, found.reasons[chosen]
+
+
+def _choose_on(
+    config: RunConfig,
+    architecture: Architecture,
+    device: gpus.Gpu,
+    layouts: list[tuple[int, int]],
+) -> Choice:
+    work = workload_of(config, architecture)
+    found = all_candidates(config, work, layouts, device)
+    return choose(work, found, platform.smallest_over_ranks(device.budget), device.name)
+
+
+def all_candidates(
+    config: RunConfig, work: Workload, layouts: list[tuple[int, int]], device: gpus.Gpu
+) -> list[Candidate]:
+    """Every schedule on some layouts."""
+    recompute = config.model.recompute_granularity
+    return candidates(work, batches_of(config), layouts, device, recompute)
+
+
+def _device(local_ranks: int) -> gpus.Gpu:
+    """The device of this rank as it is."""
+    if platform.is_host():
+        return gpus.host(local_ranks)
+    import torch
+
+    properties = torch.cuda.get_device_properties(platform.device())
+    return gpus.like_device(properties.name, properties.total_memory)
+
+
+def _chosen_singly(config: RunConfig) -> bool:
+    """Whether the trajectories of a wave may train steps of their own."""
+    sampling = config.sampling
+    return (
+        sampling.step_selection == "random_fraction"
+        and sampling.selection_scope in (None, "sample")
+        and sampling.block_size is None
+    )
+
+
+def _companions(config: RunConfig, architecture: Architecture) -> Companions:
+    """Bytes of what a pipeline holds besides its transformer.
+
+    Those of its files where it is on this machine, as published where it is only named; a run
+    without a base has none.
+    """
+    if architecture.base is not None:
+        dtype = 2 if config.model.dtype == "bfloat16" else 4
+        encoders = sum(_numbers(f) for f in architecture.base.glob("text_encoder*"))
+        return Companions(encoders * dtype, _numbers(architecture.base / "vae") * dtype)
+    return Companions() if config.model.base is None else architecture.family.companions
+
+
+def _numbers(folder: Path) -> int:
+    """Numbers in the safetensors files of a folder, from their headers."""
+    from safetensors import safe_open
+
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                size = 1
+                for length in tensors.get_slice(name).get_shape():
+                    size *= length
+                total += size
+    return total

@@ -1,0 +1,70 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""What the graph of one forward of a transformer holds, and how high its backward goes."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_leangrpo.models.common.shape import TransformerShape
+from megatron_leangrpo.planner.blocks import Layout
+from megatron_leangrpo.planner.kinds import block_tape, input_bytes, output_tape
+from megatron_leangrpo.planner.tape import Tape
+
+
+@dataclass(frozen=True)
+class ForwardCost:
+    """One forward of the whole transformer on one rank."""
+
+    flops: float
+    """Of matrix products; a backward has twice as many."""
+    written: int
+    """Bytes of the tensors it writes."""
+    sent: float
+    """Bytes sent in collectives over the tensor-parallel ranks."""
+    collectives: int
+
+
+@dataclass(frozen=True)
+class GraphMemory:
+    """Bytes on one rank for the graph of one forward."""
+
+    held: int
+    """Kept from the forward to the backward."""
+    peak: int
+    """Highest point of the backward, what is held included."""
+    without: int
+    """Highest point of a forward without a graph."""
+
+
+@lru_cache(maxsize=512)
+def graph_memory(shape: TransformerShape, layout: Layout, recompute: str) -> GraphMemory:
+    """Bytes of one graph; `recompute` is none, selective (attention) or full (every block)."""
+    full = recompute == "full"
+    tapes = _tapes(shape, layout)
+    held = [input_bytes(shape, layout)]
+    held += [tape.held(recomputed=full and not last) for tape, last in tapes]
+    peak = below = held[0]
+    for (tape, _), size in zip(tapes, held[1:]):
+        # A recomputed block has all its tensors again while its own backward runs.
+        peak = max(peak, below + tape.backward_peak())
+        below += size
+    return GraphMemory(sum(held), peak, max(tape.forward_peak() for tape, _ in tapes))
+
+
+@lru_cache(maxsize=512)
+def forward_cost(shape: TransformerShape, layout: Layout) -> ForwardCost:
+    """Work of one forward."""
+    tapes = [tape for tape, _ in _tapes(shape, layout)]
+    return ForwardCost(
+        flops=sum(tape.flops for tape in tapes),
+        written=sum(tape.written for tape in tapes),
+        sent=sum(tape.sent for tape in tapes),
+        collectives=sum(tape.collectives for tape in tapes),
+    )
+
+
+def _tapes(shape: TransformerShape, layout: Layout) -> list[tuple[Tape, bool]]:
+    """The tapes of all blocks in order, and of the output, which alone is marked True."""
+    tapes: list[tuple[Tape, bool]] = []
+    for kind, count in shape.blocks:
+        tapes += [(block_tape(kind, shape, layout), False)] * count
+    return [*tapes, (output_tape(shape, layout), True)]

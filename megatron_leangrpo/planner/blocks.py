@@ -1,0 +1,199 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""The autograd nodes that transformer blocks consist of, for one rank and one forward.
+
+Each method stands for a node or two of `models/common`: what it keeps is what autograd keeps there
+(`tests/planner` compares with the allocator).
+"""
+
+from dataclasses import dataclass
+
+from megatron_leangrpo.models.common.shape import TransformerShape
+from megatron_leangrpo.planner.tape import Tape
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one forward runs on a rank."""
+
+    batch: int
+    width: int
+    """Bytes of an activation or weight."""
+    tensor_parallel: int = 1
+    sequence_parallel: bool = True
+    selective: bool = False
+    """Attention is recomputed in the backward."""
+
+    @property
+    def wide(self) -> int:
+        """Bytes of the numbers that norms compute with: float32 or wider."""
+        return max(4, self.width)
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share the tokens between the projections."""
+        return self.tensor_parallel if self.sequence_parallel else 1
+
+    def shard(self, *streams: int) -> int:
+        """Tokens of a rank between the projections, pads of each stream included."""
+        return sum(-(-tokens // self.shards) for tokens in streams)
+
+
+class BlockWriter:
+    """Writes a tape in terms of the layers of `models/common`.
+
+    Streams are given by their token counts, since each is padded by itself.
+    """
+
+    def __init__(self, shape: TransformerShape, layout: Layout) -> None:
+        self.layout, self.tape, self.hidden = layout, Tape(), shape.hidden
+        self.own_heads = shape.heads // layout.tensor_parallel
+        self.own_hidden = shape.hidden // layout.tensor_parallel
+        self.own_ffn = shape.ffn // layout.tensor_parallel
+        self.vector = self.rows(1, shape.hidden)
+
+    def rows(self, tokens: int, features: int) -> int:
+        """Bytes of `[tokens, b, features]`."""
+        return tokens * self.layout.batch * features * self.layout.width
+
+    def stream(self, *streams: int) -> int:
+        """Bytes of residual streams between the projections."""
+        return self.rows(self.layout.shard(*streams), self.hidden)
+
+    def padded(self, *streams: int) -> int:
+        """Tokens of gathered streams, pads included."""
+        return self.layout.shard(*streams) * self.layout.shards
+
+    def whole(self, *streams: int) -> int:
+        """Bytes of gathered streams."""
+        return self.rows(self.padded(*streams), self.hidden)
+
+    def modulation(self, vec: str, chunks: int) -> list[str]:
+        """`chunks` vectors of the conditioning vector."""
+        own, size = chunks * self.own_hidden, chunks * self.vector
+        out = self.tape.add(
+            "modulation",
+            size,
+            [vec],
+            saved=[vec],
+            weight=own * self.hidden * self.layout.width,
+            flops=2.0 * self.layout.batch * own * self.hidden,
+            sent=self.sent(size),
+        )
+        return self.tape.split(out, {f"chunk {n}": self.vector for n in range(chunks)})
+
+    def modulated_norm(self, x: str, shift: str, scale: str, *streams: int) -> str:
+        """Layer norm without weights, then `shift + norm * (1 + scale)`."""
+        tape, size = self.tape, self.stream(*streams)
+        statistics = 2 * self.layout.shard(*streams) * self.layout.batch * self.layout.wide
+        norm = tape.add("norm", size, [x], saved=[x], extra=statistics)
+        factor = tape.add("1 + scale", self.vector, [scale])
+        # Whole grad * norm, and the product it is made of, before the sum over tokens.
+        return tape.add(
+            "modulated", size, [shift, norm, factor], saved=[norm, factor], scratch=2 * size
+        )
+
+    def gated_residual(self, x: str, gate: str, update: str, *streams: int) -> str:
+        """`x + gate * update`; the gradient of x is the output's."""
+        size = self.stream(*streams)
+        return self.tape.add(
+            "residual", size, [x, gate, update], saved=[gate, update], aliases=[x], scratch=size
+        )
+
+    def gather(self, x: str, *streams: int) -> str:
+        """All tokens of streams, for several column-parallel products."""
+        layout = self.layout
+        if layout.tensor_parallel == 1:
+            return x
+        size = self.whole(*streams)
+        if layout.sequence_parallel:
+            return self.tape.add("gathered", size, [x], sent=self.sent(size))
+        # Nothing to do forwards; the gradient is summed over the ranks in a new tensor.
+        return self.tape.split(x, {"entered": size})[0]
+
+    def column(self, x: str, features: int, *streams: int, gathered: bool = False) -> str:
+        """A column-parallel linear to this rank's `features`; a `gathered` x is whole already."""
+        communicates = self.layout.tensor_parallel > 1 and not gathered
+        whole = self.whole(*streams)
+        return self.tape.add(
+            "column",
+            self.rows(self.padded(*streams), features),
+            [x],
+            saved=[x],
+            weight=features * self.hidden * self.layout.width,
+            # The gradient of all tokens, before it is summed and scattered.
+            scratch=whole if communicates else 0,
+            flops=self._flops(features * self.hidden, *streams),
+            sent=self.sent(whole) if communicates else 0.0,
+        )
+
+    def row(self, inputs: dict[str, int], *streams: int) -> str:
+        """A row-parallel linear over inputs side by side, given with their features here."""
+        whole, out = self.whole(*streams), ""
+        for x, features in inputs.items():
+            out = self.tape.add(
+                "row",
+                whole,
+                [out, x] if out else [x],
+                saved=[x],
+                # A second product is added to the first: their gradients are the sum's.
+                aliases=[out] if out else [],
+                weight=self.hidden * features * self.layout.width,
+                flops=self._flops(self.hidden * features, *streams),
+            )
+        if self.layout.tensor_parallel == 1:
+            return out
+        shard = self.stream(*streams)
+        reduced = self.tape.add("reduced", shard, [out], sent=self.sent(whole))
+        return self.tape.add("biased", shard, [reduced], aliases=[reduced])
+
+    def queries_keys(self, qkv: str, tokens: int) -> tuple[str, str]:
+        """Normalised and rotated queries and keys, packed, and the values of a projection."""
+        packed, values = self.rows(tokens, 2 * self.own_hidden), self.rows(tokens, self.own_hidden)
+        qk, v = self.tape.split(qkv, {"qk": packed, "v": values})
+        return self.normalised(qk, packed, tokens * 2), v
+
+    def normalised(self, x: str, size: int, vectors: int) -> str:
+        """RMS norm over the heads of packed `vectors` (token counts), and rotation."""
+        layout = self.layout
+        # Rotated gradient, normalised input, two products and the result, in float32 or wider.
+        scratch = 5 * (size // layout.width * layout.wide) - size
+        inverse = vectors * layout.batch * self.own_heads * layout.wide
+        return self.tape.add("rotated", size, [x], saved=[x], extra=inverse, scratch=scratch)
+
+    def attention(self, q: str, k: str, v: str, queries: int, keys: int) -> str:
+        """Attention to `[s, b, heads * head_dim]`."""
+        layout, size = self.layout, self.rows(queries, self.own_hidden)
+        statistics = queries * layout.batch * self.own_heads * layout.wide
+        return self.tape.add(
+            "attended",
+            size,
+            [q, k, v],
+            saved=[q, k, v],
+            keeps_output=not layout.selective,
+            extra=0 if layout.selective else statistics,
+            scratch=size + statistics if layout.selective else 0,
+            flops=4.0 * queries * keys * layout.batch * self.own_hidden,
+        )
+
+    def packed_attention(self, qk: str, v: str, tokens: int) -> str:
+        """Attention of tokens to themselves, from packed queries and keys."""
+        size = self.rows(tokens, self.own_hidden)
+        q, k = self.tape.split(qk, {"q": size, "k": size})
+        return self.attention(q, k, v, tokens, tokens)
+
+    def gelu(self, x: str, *streams: int) -> str:
+        """GELU of the widened features."""
+        return self.tape.add("gelu", self.rows(self.padded(*streams), self.own_ffn), [x], saved=[x])
+
+    def mlp(self, x: str, *streams: int) -> str:
+        """Two linears with GELU between."""
+        wide = self.gelu(self.column(x, self.own_ffn, *streams), *streams)
+        return self.row({wide: self.own_ffn}, *streams)
+
+    def _flops(self, matrix: int, *streams: int) -> float:
+        return 2.0 * self.padded(*streams) * self.layout.batch * matrix
+
+    def sent(self, whole: int) -> float:
+        """Bytes a rank sends to gather or to reduce-scatter a tensor; both for an all-reduce."""
+        size = self.layout.tensor_parallel
+        return (1 if self.layout.sequence_parallel else 2) * whole * (size - 1) / size

@@ -1,0 +1,151 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""The tapes of the kinds of blocks, and of what comes before and after them."""
+
+from collections.abc import Callable
+
+from megatron_leangrpo.models.common.shape import BlockKind, TransformerShape
+from megatron_leangrpo.planner.blocks import BlockWriter, Layout
+from megatron_leangrpo.planner.tape import Tape
+
+
+def block_tape(kind: BlockKind, shape: TransformerShape, layout: Layout) -> Tape:
+    """The tape of one block."""
+    return _WRITERS[kind](shape, layout)
+
+
+def _double(shape: TransformerShape, layout: Layout) -> Tape:
+    """`models/flux`: image and text with weights of their own and joint attention."""
+    write = BlockWriter(shape, layout)
+    tape, tokens = write.tape, {"img": shape.image_tokens, "txt": shape.text_tokens}
+    vec = tape.tensor("vec", 0)
+    chunks = {name: write.modulation(vec, 6) for name in tokens}
+    packed, values, streams = {}, {}, {}
+    for name, count in tokens.items():
+        streams[name] = tape.tensor(name, write.stream(count))
+        x = write.modulated_norm(name, chunks[name][0], chunks[name][1], count)
+        qkv = write.column(x, 3 * write.own_hidden, count)
+        packed[name], values[name] = write.queries_keys(qkv, count)
+    total = sum(tokens.values())
+    own = write.rows(total, write.own_hidden)
+    qk = tape.add("joined qk", 2 * own, packed.values(), aliases=packed.values())
+    v = tape.add("joined v", own, values.values(), aliases=values.values())
+    out = write.packed_attention(qk, v, total)
+    parts = {name: write.rows(count, write.own_hidden) for name, count in tokens.items()}
+    attended = dict(zip(tokens, tape.split(out, parts)))
+    for name, count in tokens.items():
+        if write.padded(count) != count:
+            size = write.rows(write.padded(count), write.own_hidden)
+            attended[name] = tape.add("padded", size, [attended[name]], aliases=[attended[name]])
+        update = write.row({attended[name]: write.own_hidden}, count)
+        streams[name] = write.gated_residual(streams[name], chunks[name][2], update, count)
+    for name, count in tokens.items():
+        x = write.modulated_norm(streams[name], chunks[name][3], chunks[name][4], count)
+        update = write.mlp(x, count)
+        write.gated_residual(streams[name], chunks[name][5], update, count)
+    return tape
+
+
+def _single(shape: TransformerShape, layout: Layout) -> Tape:
+    """`models/flux`: attention and MLP side by side over the joined tokens."""
+    write = BlockWriter(shape, layout)
+    tape, streams = write.tape, (shape.text_tokens, shape.image_tokens)
+    total = sum(streams)
+    vec = tape.tensor("vec", 0)
+    tokens = tape.tensor("tokens", write.stream(*streams))
+    shift, scale, gate = write.modulation(vec, 3)
+    x = write.gather(write.modulated_norm(tokens, shift, scale, *streams), *streams)
+    qkv = write.column(x, 3 * write.own_hidden, *streams, gathered=True)
+    has_pads = write.padded(*streams) != total
+    if has_pads:
+        qkv = tape.add("without pads", write.rows(total, 3 * write.own_hidden), [qkv])
+    qk, v = write.queries_keys(qkv, total)
+    attended = write.packed_attention(qk, v, total)
+    tape.keep_to_the_end(x, qk, v, attended)
+    wide = write.gelu(write.column(x, write.own_ffn, *streams, gathered=True), *streams)
+    if has_pads:
+        size = write.rows(write.padded(*streams), write.own_hidden)
+        attended = tape.add("with pads", size, [attended])
+    update = write.row({attended: write.own_hidden, wide: write.own_ffn}, *streams)
+    write.gated_residual(tokens, gate, update, *streams)
+    return tape
+
+
+def _cross(shape: TransformerShape, layout: Layout) -> Tape:
+    """Wan: self-attention, attention to the text, MLP; norms of queries and keys span all heads."""
+    write = BlockWriter(shape, layout)
+    tape, video, text = write.tape, shape.image_tokens, shape.text_tokens
+    own = write.own_hidden
+    x = tape.tensor("x", write.stream(video))
+    # Every block attends to the same text, and adds a table to the same vectors: others hold them.
+    context = tape.tensor("context", 0)
+    vectors = tape.add("modulation", 6 * write.vector, [tape.tensor("vectors", 0)])
+    chunks = tape.split(vectors, {f"chunk {n}": write.vector for n in range(6)})
+
+    normed = write.modulated_norm(x, chunks[0], chunks[1], video)
+    qk, v = write.queries_keys(write.column(normed, 3 * own, video), video)
+    update = write.row({write.packed_attention(qk, v, video): own}, video)
+    x = write.gated_residual(x, chunks[2], update, video)
+
+    statistics = 2 * layout.shard(video) * layout.batch * layout.wide
+    normed = tape.add("norm", write.stream(video), [x], saved=[x], extra=statistics)
+    q = write.normalised(write.column(normed, own, video), write.rows(video, own), video)
+    kv = tape.add(
+        "text kv",
+        write.rows(text, 2 * own),
+        [context],
+        weight=2 * own * write.hidden * layout.width,
+        flops=4.0 * text * layout.batch * own * write.hidden,
+    )
+    k, v = tape.split(kv, {"k": write.rows(text, own), "v": write.rows(text, own)})
+    k = write.normalised(k, write.rows(text, own), text)
+    update = write.row({write.attention(q, k, v, video, text): own}, video)
+    x = tape.add("residual", write.stream(video), [x, update], aliases=[x, update])
+
+    normed = write.modulated_norm(x, chunks[3], chunks[4], video)
+    write.gated_residual(x, chunks[5], write.mlp(normed, video), video)
+    return tape
+
+
+_WRITERS: dict[BlockKind, Callable[[TransformerShape, Layout], Tape]] = {
+    "double": _double,
+    "single": _single,
+    "cross": _cross,
+}
+
+
+def output_tape(shape: TransformerShape, layout: Layout) -> Tape:
+    """The modulated projection of the image tokens to velocities, gathered over the ranks."""
+    write = BlockWriter(shape, layout)
+    tape, count = write.tape, shape.image_tokens
+    vec = tape.tensor("vec", 0)
+    # A view of the last block's output, text included where the streams are joined.
+    joined = any(kind == "single" for kind, _ in shape.blocks)
+    streams = (shape.text_tokens, count) if joined else (count,)
+    tokens = tape.tensor("tokens", write.stream(*streams))
+    img = tape.split(tokens, {"img": write.stream(count)})[0]
+    scale, shift = write.modulation(vec, 2)
+    x = write.modulated_norm(img, shift, scale, count)
+    size = write.rows(layout.shard(count), shape.out_channels)
+    out = tape.add(
+        "velocity",
+        size,
+        [x],
+        saved=[x],
+        weight=shape.hidden * shape.out_channels * layout.width,
+        flops=2.0 * layout.shard(count) * layout.batch * shape.hidden * shape.out_channels,
+    )
+    whole = write.rows(count, shape.out_channels)
+    tape.add("whole velocity", whole, [out], sent=write.sent(whole))
+    return tape
+
+
+def input_bytes(shape: TransformerShape, layout: Layout) -> int:
+    """Bytes that the embeddings of latents, text and conditioning keep for their backwards."""
+    write = BlockWriter(shape, layout)
+    # The conditioning vector, and the two or three small MLPs it comes from.
+    kept = 10 * write.vector
+    if layout.batch > 1:
+        # Put into the order of tokens; a single sample is in that order already.
+        kept += write.rows(shape.image_tokens, shape.in_channels)
+        kept += write.rows(shape.text_tokens, shape.text_width)
+    return kept

@@ -1,0 +1,136 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""Bytes on one rank: what stays for the run, and the highest point of the activations."""
+
+import math
+from dataclasses import astuple, dataclass
+
+from megatron_leangrpo.planner.activations import GraphMemory, graph_memory
+from megatron_leangrpo.planner.workload import Batch, Workload
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank at the highest point of an iteration."""
+
+    weights: int
+    gradients: int
+    moments: int
+    """Copies of the gradient buffers that reweight weighs groups with."""
+    optimizer: int
+    average: int
+    reference: int
+    text_encoders: int
+    codec: int
+    rewards: int
+    activations: int
+    """Everything that comes and goes within an iteration."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(astuple(self))
+
+
+def rank_memory(
+    work: Workload, batch: Batch, schedule: str, recompute: str, tp: int, dp: int
+) -> RankMemory:
+    """Bytes on a rank of a layout under a schedule."""
+    held = work.shape.parameters_of_rank(tp)
+    trained = held if work.trainable is None else math.ceil(work.trainable / tp)
+    gradients = trained * work.wide
+    # Two moments, and a float32 copy of weights that are narrower than that.
+    state = trained * (2 * work.wide + (4 if work.width < 4 else 0))
+    copies = batch.moment_copies if base_of(work, schedule) == "reweight" else 0
+    # Without an adapter the reference is a second copy of the weights.
+    reference = held * work.width if work.kl and work.trainable is None else 0
+    if work.reference_offload:
+        blocks = sum(count for _, count in work.shape.blocks)
+        reference = 2 * math.ceil(reference / (blocks * work.shape.experts))
+    return RankMemory(
+        weights=held * work.width + (0 if work.trainable is None else trained * work.width),
+        gradients=gradients,
+        moments=copies * gradients,
+        optimizer=state // dp if work.distributed_optimizer else state,
+        average=trained * work.wide if work.average else 0,
+        reference=reference,
+        text_encoders=work.companions.text_encoders,
+        codec=work.companions.codec,
+        rewards=work.companions.rewards,
+        activations=peak_activations(work, batch, schedule, recompute, tp),
+    )
+
+
+def base_of(work: Workload, schedule: str) -> str:
+    """The exact schedule whose graphs a schedule works on."""
+    return work.jagg.on if schedule == "jagg" else schedule
+
+
+def peak_activations(
+    work: Workload,
+    batch: Batch,
+    schedule: str,
+    recompute: str,
+    tp: int,
+    approximated: bool = False,
+) -> int:
+    """Highest bytes that tensors grow by in an iteration.
+
+    The first iteration of jagg is exact, so its peak is that of the schedule below; `approximated`
+    asks for the later ones.
+    """
+    layout = work.layout(tp, recompute, batch.wave_size)
+    graph = graph_memory(work.shape, layout, recompute)
+    graphs, at_once = graphs_held(work, batch, schedule, approximated)
+    peak = (graphs - at_once) * graph.held + _joint_peak(graph, at_once)
+    if work.kl:
+        # The reference model runs while the graphs are there.
+        peak = max(peak, graphs * graph.held + graph.without)
+    return peak + kept_data(work, batch)
+
+
+def graphs_held(
+    work: Workload, batch: Batch, schedule: str, approximated: bool = False
+) -> tuple[int, int]:
+    """Graphs of forwards alive at the highest point, and those among them in one backward."""
+    base = base_of(work, schedule)
+    is_joint = schedule == "jagg" and approximated and windows(work)[0] > 0
+    ends = 2 if is_joint else 1
+    if base != "retain":
+        return ends * work.forwards, ends * work.forwards
+    steps = math.ceil(work.trained_steps_of(batch.wave_size))
+    if is_joint:
+        steps = backwards(work, batch.wave_size)
+    return batch.graphs_in_flight * math.ceil(steps) * work.forwards, ends * work.forwards
+
+
+def _joint_peak(graph: GraphMemory, graphs: int) -> int:
+    """The backward of several graphs: the last one first, the others whole until then."""
+    return (graphs - 1) * graph.held + graph.peak
+
+
+def windows(work: Workload) -> tuple[int, int]:
+    """How many windows jagg approximates, and how many steps each has."""
+    size = work.jagg.window
+    if size < 3 or work.steps_chosen_singly:
+        return 0, size
+    full, rest = divmod(work.trained_steps, size)
+    # Shorter windows take part in the ranking from three steps on.
+    scored = full + (rest >= 3)
+    return min(full, int(work.jagg.frac * scored + 1e-9)), size
+
+
+def backwards(work: Workload, wave_size: int) -> float:
+    """Backwards of a wave under jagg once windows are approximated: each costs two."""
+    count, size = windows(work)
+    return work.trained_steps_of(wave_size) - count * (size - 2)
+
+
+def kept_data(work: Workload, batch: Batch) -> int:
+    """Bytes of latents, velocities and embedded prompts of the waves that wait to be trained."""
+    steps = math.ceil(work.trained_steps_of(batch.wave_size))
+    latent = batch.wave_size * work.latent
+    prompt = batch.wave_size * work.shape.text_tokens * work.shape.text_width * work.width
+    # Every trained step leaves its velocity and the latents it led to; what is being sampled or
+    # weighed has a few tensors of that size more.
+    waiting = batch.pending * ((2 * steps + 1) * latent + prompt * (2 if work.guided else 1))
+    return waiting + 4 * latent

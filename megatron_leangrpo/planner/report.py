@@ -1,0 +1,135 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""What `leangrpo plan` prints and writes: a short table, the reasons, and everything as JSON."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from megatron_leangrpo.planner.gpus import GIB, Gpu
+from megatron_leangrpo.planner.selector import (
+    SCHEDULES,
+    Candidate,
+    Choice,
+    forward_cost_line,
+    name_of,
+)
+from megatron_leangrpo.planner.workload import Workload
+from megatron_leangrpo.reporting.console import Console
+from megatron_leangrpo.reporting.sentences import number
+
+_ROWS_PER_SCHEDULE = 3
+
+
+def print_plan(console: Console, title: str, choice: Choice, work: Workload, gpu: Gpu) -> None:
+    """Print the chosen row, the best rows of each schedule, and why."""
+    rows = _shown(choice)
+    console.table(
+        ["schedule", "layout", "memory a GPU", "s/iteration", "samples/s", "verdict"],
+        [_row(candidate, choice, gpu) for candidate in rows],
+        title=title,
+    )
+    console.line()
+    console.line(f"chosen: {_label(choice.chosen)}, {choice.reasons[choice.chosen]}")
+    for line in _explanations(choice, work, rows):
+        console.line(line)
+
+
+def to_json(choice: Choice, work: Workload, gpu: Gpu, settings: dict[str, Any]) -> dict[str, Any]:
+    """Every candidate with its parts, in the order of the seconds."""
+    return {
+        "gpu": {**asdict(gpu), "budget": gpu.budget},
+        "chosen": _candidate_json(choice.chosen, choice, gpu),
+        "candidates": [_candidate_json(c, choice, gpu) for c in _by_speed(choice)],
+        "workload": asdict(work),
+        "settings": settings,
+    }
+
+
+def _candidate_json(candidate: Candidate, choice: Choice, gpu: Gpu) -> dict[str, Any]:
+    return {
+        "schedule": candidate.schedule,
+        "recompute_granularity": candidate.recompute,
+        "tensor_model_parallel_size": candidate.tensor_parallel,
+        "data_parallel_size": candidate.data_parallel,
+        "memory_bytes": {**asdict(candidate.memory), "total": candidate.memory.total},
+        "seconds": {**asdict(candidate.seconds), "total": candidate.seconds.total},
+        "samples_per_second": candidate.samples_per_second,
+        "forward_equivalents": candidate.forward_equivalents,
+        "exact": candidate.is_exact,
+        "fits": candidate.fits(gpu.budget),
+        "chosen": candidate is choice.chosen,
+        "reason": choice.reasons[candidate],
+    }
+
+
+def _by_speed(choice: Choice) -> list[Candidate]:
+    return sorted(choice.reasons, key=lambda c: (c.seconds.total, c.memory.total))
+
+
+def _shown(choice: Choice) -> list[Candidate]:
+    """The chosen row, then the rows of each schedule: runnable ones by speed, else the smallest."""
+    shown = [choice.chosen]
+    for schedule in SCHEDULES:
+        own = [c for c in _by_speed(choice) if c.schedule == schedule and c is not choice.chosen]
+        runnable = [c for c in own if _runs(c, choice)]
+        # What does not fit is of interest where it would be faster than what does.
+        rest = [c for c in own if c not in runnable and c.problem is None]
+        near = sorted(rest, key=lambda c: c.memory.total)
+        count = max(1, _ROWS_PER_SCHEDULE - len(runnable))
+        shown += runnable[:_ROWS_PER_SCHEDULE] + near[:count]
+        if not runnable and not near:
+            shown += own[:1]
+    return shown
+
+
+def _runs(candidate: Candidate, choice: Choice) -> bool:
+    return candidate.problem is None and not choice.reasons[candidate].startswith("does not fit")
+
+
+def _row(candidate: Candidate, choice: Choice, gpu: Gpu) -> list[str]:
+    verdict = "chosen" if candidate is choice.chosen else _short(choice.reasons[candidate])
+    return [
+        name_of(candidate),
+        f"TP {candidate.tensor_parallel} x DP {candidate.data_parallel}",
+        f"{candidate.memory.total / GIB:.1f} GiB",
+        number(candidate.seconds.total),
+        number(candidate.samples_per_second),
+        verdict,
+    ]
+
+
+def _short(reason: str) -> str:
+    """A verdict for the table; the whole sentence stands below it."""
+    return reason.split(";")[0].split(":")[0].split(" (")[0]
+
+
+def _label(candidate: Candidate) -> str:
+    return (
+        f"{name_of(candidate)} on tensor parallel {candidate.tensor_parallel} x data parallel "
+        f"{candidate.data_parallel}"
+    )
+
+
+def _explanations(choice: Choice, work: Workload, rows: Sequence[Candidate]) -> list[str]:
+    """A line a schedule on the chosen layout: its cost, and the sentence that goes with it."""
+    lines = []
+    chosen = choice.chosen
+    for schedule in SCHEDULES:
+        same = [
+            c
+            for c in _by_speed(choice)
+            if c.schedule == schedule
+            and c is not chosen
+            and c.tensor_parallel == chosen.tensor_parallel
+            and c.data_parallel == chosen.data_parallel
+        ]
+        lines += [f"  {name_of(c)} there: {choice.reasons[c]}" for c in same]
+    lines.append(f"parts of the memory: {_parts(chosen)}")
+    lines.append(forward_cost_line(work))
+    return lines
+
+
+def _parts(candidate: Candidate) -> str:
+    parts = asdict(candidate.memory)
+    names = {name: name.replace("_", " ") for name in parts}
+    return ", ".join(f"{names[name]} {size / GIB:.1f} GiB" for name, size in parts.items() if size)

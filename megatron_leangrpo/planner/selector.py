@@ -1,0 +1,205 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""Chooses a schedule: the fastest of the exact ones that fits into the memory."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_leangrpo.planner.gpus import GIB, Gpu
+from megatron_leangrpo.planner.memory import RankMemory, base_of, rank_memory, windows
+from megatron_leangrpo.planner.seconds import (
+    IterationSeconds,
+    forward_equivalents,
+    iteration_seconds,
+)
+from megatron_leangrpo.planner.workload import Batch, Workload
+
+EXACT = ("replay", "retain", "reweight")
+SCHEDULES = (*EXACT, "jagg")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule on a layout, with what it would take."""
+
+    schedule: str
+    recompute: str
+    tensor_parallel: int
+    data_parallel: int
+    memory: RankMemory
+    seconds: IterationSeconds
+    samples_per_second: float
+    forward_equivalents: float
+    """Cost of a trajectory in forwards."""
+    problem: str | None = None
+    """Why it cannot be run as configured, whatever the memory."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its gradient is replay's."""
+        return self.schedule in EXACT
+
+    def fits(self, budget: int) -> bool:
+        """Whether it stays within the memory of a device."""
+        return self.memory.total <= budget
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen among candidates, and why not each of the others."""
+
+    chosen: Candidate
+    reasons: dict[Candidate, str]
+
+
+def candidates(
+    work: Workload,
+    batch_of: Callable[[int], Batch],
+    layouts: Sequence[tuple[int, int]],
+    gpu: Gpu,
+    recompute: str,
+) -> list[Candidate]:
+    """Every schedule on every layout (tensor, data parallel) with every recomputation.
+
+    `recompute` is the configured one; attention alone is recomputed where it says so.
+    """
+    found = []
+    for tp, dp in layouts:
+        batch = batch_of(dp)
+        for schedule in SCHEDULES:
+            for mode in dict.fromkeys(("none", recompute, "full")):
+                found.append(_candidate(work, batch, schedule, mode, tp, dp, gpu))
+    return found
+
+
+def _candidate(
+    work: Workload, batch: Batch, schedule: str, recompute: str, tp: int, dp: int, gpu: Gpu
+) -> Candidate:
+    seconds = iteration_seconds(work, batch, schedule, recompute, tp, dp, gpu)
+    return Candidate(
+        schedule=schedule,
+        recompute=recompute,
+        tensor_parallel=tp,
+        data_parallel=dp,
+        memory=rank_memory(work, batch, schedule, recompute, tp, dp),
+        seconds=seconds,
+        samples_per_second=work.samples / seconds.total,
+        forward_equivalents=forward_equivalents(work, schedule, recompute, reference=False),
+        problem=_problem(work, schedule),
+    )
+
+
+def _problem(work: Workload, schedule: str) -> str | None:
+    if base_of(work, schedule) == "reweight" and work.micro_batch != 1:
+        return (
+            "takes one trajectory at a time: needs grpo.micro_batch_size = 1, "
+            f"which is {work.micro_batch}"
+        )
+    if schedule == "jagg" and not windows(work)[0]:
+        return "has no window to approximate: " + (
+            "the trained steps are drawn one by one (set sampling.block_size)"
+            if work.steps_chosen_singly
+            else "grpo.jagg_window, grpo.jagg_frac and the trained steps leave none of 3 or more"
+        )
+    return None
+
+
+def choose(work: Workload, found: Sequence[Candidate], budget: int, device: str) -> Choice:
+    """Take the fastest exact candidate within `budget` bytes.
+
+    Raises ``ValueError`` where nothing fits, naming the least memory that would do.
+    """
+    usable = [c for c in found if c.is_exact and c.problem is None]
+    fitting = [c for c in usable if c.fits(budget)]
+    if not fitting:
+        raise ValueError(_nothing_fits(usable, budget, device))
+    chosen = min(fitting, key=lambda c: (c.seconds.total, c.memory.total))
+    reasons = {c: _reason(work, c, chosen, budget) for c in found if c is not chosen}
+    return Choice(chosen, {chosen: _why(chosen, fitting, usable, budget), **reasons})
+
+
+def name_of(candidate: Candidate) -> str:
+    """The schedule, and the recomputation where there is any."""
+    if candidate.recompute == "none":
+        return candidate.schedule
+    what = "attention" if candidate.recompute == "selective" else "blocks"
+    return f"{candidate.schedule}, {what} recomputed"
+
+
+def _why(
+    chosen: Candidate, fitting: Sequence[Candidate], usable: Sequence[Candidate], budget: int
+) -> str:
+    same_layout = _on_layout_of(chosen, usable)
+    text = (
+        f"the fastest exact schedule that fits: {chosen.memory.total / GIB:.1f} of "
+        f"{budget / GIB:.1f} GiB"
+    )
+    faster = [c for c in same_layout if c.seconds.total < chosen.seconds.total]
+    if faster:
+        best = min(faster, key=lambda c: c.seconds.total)
+        text += f"; {name_of(best)} would be faster but {_missing(best, budget)}"
+    others = [c for c in same_layout if c.schedule == "replay" and c in fitting]
+    if chosen.schedule != "replay" and others:
+        replay = min(others, key=lambda c: c.seconds.total)
+        gain = replay.seconds.total / chosen.seconds.total
+        text += f"; {gain:.2f} times as fast as {name_of(replay)}"
+    return text
+
+
+def _reason(work: Workload, candidate: Candidate, chosen: Candidate, budget: int) -> str:
+    if candidate.problem is not None:
+        return candidate.problem
+    if not candidate.fits(budget):
+        return _missing(candidate, budget)
+    ratio = candidate.seconds.total / chosen.seconds.total
+    if not candidate.is_exact:
+        speed = f"{1 / ratio:.2f} times as fast" if ratio < 1 else f"{_slower(ratio)}"
+        return f"approximate, {speed}; never chosen by itself (grpo.schedule = jagg)"
+    reason = _slower(ratio)
+    if candidate.schedule == "reweight" and work.kl:
+        backward = 2 if work.trainable is None else 1
+        reason += (
+            ": the KL term needs a backward of its own "
+            f"({1 + 2 * backward} forwards a trained step against {2 + backward} for replay)"
+        )
+    return reason
+
+
+def _slower(ratio: float) -> str:
+    share = 100 * (ratio - 1)
+    return f"slower by {share:.0f} %" if share >= 0.5 else "no faster"
+
+
+def _missing(candidate: Candidate, budget: int) -> str:
+    return f"does not fit by {(candidate.memory.total - budget) / GIB:.1f} GiB"
+
+
+def _on_layout_of(chosen: Candidate, found: Sequence[Candidate]) -> list[Candidate]:
+    layout = (chosen.tensor_parallel, chosen.data_parallel)
+    return [c for c in found if (c.tensor_parallel, c.data_parallel) == layout]
+
+
+def _nothing_fits(usable: Sequence[Candidate], budget: int, device: str) -> str:
+    least = min(usable, key=lambda c: c.memory.total)
+    memory = least.memory
+    return (
+        f"no schedule fits into {budget / GIB:.1f} GiB, what a run can use of {device}: the least "
+        f"is {memory.total / GIB:.1f} GiB, {name_of(least)} on tensor parallel "
+        f"{least.tensor_parallel} x data parallel {least.data_parallel} "
+        f"({memory.activations / GIB:.1f} GiB of it activations). Take a device with more memory, "
+        "more GPUs, a larger parallel.tensor_model_parallel_size, or a smaller "
+        "grpo.micro_batch_size or picture"
+    )
+
+
+def forward_cost_line(work: Workload) -> str:
+    """What a trajectory costs under each schedule, in forwards."""
+    costs = ", ".join(
+        f"{name} {forward_equivalents(work, name, 'none', reference=False):g}"
+        for name in SCHEDULES
+        if _problem(work, name) is None
+    )
+    backward = "two" if work.trainable is None else "one"
+    return (
+        f"cost of a trajectory in forwards, {work.trained_steps} of {work.sampled_steps} steps "
+        f"trained, a backward being {backward}: {costs}"
+    )

@@ -1,0 +1,107 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""Everything the planner needs to know of a run; no model, name or file."""
+
+from dataclasses import dataclass, field
+
+from megatron_leangrpo.models.common.shape import Companions, TransformerShape
+from megatron_leangrpo.planner.blocks import Layout
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The iteration of one rank, as the placement of groups makes it; a wave is one rollout."""
+
+    waves: int
+    """Waves of all mini-batches."""
+    trained_waves: int
+    """Waves of the first, on-policy mini-batch."""
+    wave_size: int
+    """Trajectories in a wave (the last one may have fewer)."""
+    graphs_in_flight: int
+    """Most on-policy waves that wait for their groups at once."""
+    pending: int
+    """Most waves whose latents are kept at once, off-policy ones included."""
+    moment_copies: int
+    """Most gradient-sized copies that reweight needs at once."""
+
+
+@dataclass(frozen=True)
+class Jagg:
+    """Options of the approximate schedule."""
+
+    on: str = "retain"
+    window: int = 3
+    frac: float = 0.5
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A run at one size."""
+
+    shape: TransformerShape
+    sampled_steps: int
+    """N."""
+    trained_steps: int
+    """T of a trajectory."""
+    width: int
+    """Bytes of a weight or activation: 2, 4 or 8."""
+    samples: int
+    """Trajectories of an iteration, over all ranks."""
+    micro_batch: int = 1
+    updates: int = 1
+    """Optimizer updates on one rollout; all but the first are replayed."""
+    guided: bool = False
+    """Classifier-free guidance: every velocity takes two forwards."""
+    guided_batch: bool = True
+    """Guidance runs as one forward of twice the batch rather than as two."""
+    kl: bool = False
+    """There is a KL term, and with it a reference model."""
+    reference_offload: bool = False
+    average: bool = False
+    """A float32 average of the weights is kept."""
+    distributed_optimizer: bool = True
+    sequence_parallel: bool = True
+    trainable: int | None = None
+    """Trainable parameters where the base is frozen (LoRA); None trains all."""
+    steps_chosen_singly: bool = False
+    """The trajectories of a wave train steps of their own (DanceGRPO)."""
+    jagg: Jagg = field(default_factory=Jagg)
+    companions: Companions = field(default_factory=Companions)
+
+    def layout(self, tensor_parallel: int, recompute: str, batch: int) -> Layout:
+        """How a forward of `batch` trajectories runs."""
+        doubled = self.guided and self.guided_batch
+        return Layout(
+            batch=batch * (2 if doubled else 1),
+            width=self.width,
+            tensor_parallel=tensor_parallel,
+            sequence_parallel=self.sequence_parallel,
+            selective=recompute == "selective",
+        )
+
+    @property
+    def forwards(self) -> int:
+        """Forwards of one velocity."""
+        return 2 if self.guided and not self.guided_batch else 1
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a number of gradients, latents and optimizer state."""
+        return max(4, self.width)
+
+    def trained_steps_of(self, batch: int) -> float:
+        """Steps of a wave that somebody in it trains, on average.
+
+        Where every trajectory draws T of the first N - 1 steps by itself, a step is left out by all
+        with probability (1 - T / (N - 1)) ** batch.
+        """
+        if not self.steps_chosen_singly:
+            return self.trained_steps
+        trainable = self.sampled_steps - 1
+        missed = (1 - self.trained_steps / trainable) ** batch
+        return trainable * (1 - missed)
+
+    @property
+    def latent(self) -> int:
+        """Bytes of one trajectory's latents."""
+        return self.shape.image_tokens * self.shape.in_channels * self.wide
