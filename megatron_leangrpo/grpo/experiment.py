@@ -116,7 +116,9 @@ def build_experiment(config: RunConfig) -> Experiment:
     dtype = DTYPES[config.model.dtype]
     model = architecture.build_model(platform.device())
     policy = Policy(model, grid, dtype)
-    reference = frozen_copy(policy) if objective.kl_beta > 0 else None
+    reference = None
+    if objective.kl_beta > 0:
+        reference = frozen_copy(policy, config.grpo.reference_offload)
     return Experiment(
         config=config,
         architecture=architecture,

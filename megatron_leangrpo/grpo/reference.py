@@ -6,11 +6,15 @@ import copy
 import torch
 import torch.distributed as dist
 
+from megatron_leangrpo import platform
 from megatron_leangrpo.grpo.policy import Policy
 
 
-def frozen_copy(policy: Policy) -> Policy:
+def frozen_copy(policy: Policy, offload: bool = False) -> Policy:
     """Return a policy over a copy of the weights that never changes and takes no gradient.
+
+    With `offload` the copy lives in host memory; each block is fetched before its forward, on CUDA
+    while the block before it runs.
 
     Take it before the model is wrapped for data parallelism, so that it owns no gradient buffers.
     """
@@ -18,4 +22,14 @@ def frozen_copy(policy: Policy) -> Policy:
     attributes = (value for module in policy.model.modules() for value in vars(module).values())
     shared = {id(value): value for value in attributes if isinstance(value, dist.ProcessGroup)}
     model: torch.nn.Module = copy.deepcopy(policy.model, shared)
-    return Policy(model.requires_grad_(False).eval(), policy.grid, policy.dtype)
+    model.requires_grad_(False).eval()
+    if offload:
+        from diffusers.hooks import apply_group_offloading
+
+        apply_group_offloading(
+            model,
+            onload_device=platform.device(),
+            num_blocks_per_group=1,
+            use_stream=not platform.is_host(),
+        )
+    return Policy(model, policy.grid, policy.dtype)

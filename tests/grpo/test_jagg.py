@@ -92,6 +92,26 @@ def test_interpolation_equals_the_reference_and_is_exact_for_an_affine_jacobian(
     assert error < 1e-12 if curvature == 0 else error == pytest.approx(expected["rel_err"], 1e-6)
 
 
+def test_interpolation_is_exact_for_a_linear_velocity_with_the_latents_on_the_chord():
+    """v = W z + sigma b + c: its Jacobian is affine in (z, sigma), so affine along the chord."""
+    sigmas = torch.tensor([0.9, 0.75, 0.6, 0.2], dtype=torch.float64)
+    first, last, *cotangents = torch.randn(6, 2, 5, dtype=torch.float64)
+    window = Window(_steps(sigmas.tolist(), torch.zeros(4, 2, 5, dtype=torch.float64)))
+    position = (sigmas[0] - sigmas) / (sigmas[0] - sigmas[-1])
+    latents = [torch.lerp(first, last, k) for k in position]
+
+    def gradient(indices: list[int], outer: list[torch.Tensor]) -> list[torch.Tensor]:
+        W, b, c = (torch.zeros(size, dtype=torch.float64) for size in ((5, 5), 5, 5))
+        for tensor_ in (W, b, c):
+            tensor_.requires_grad_()
+        velocities = [latents[k] @ W.T + sigmas[k] * b + c for k in indices]
+        return list(torch.autograd.grad(velocities, (W, b, c), outer))
+
+    exact = gradient([0, 1, 2, 3], cotangents)
+    for found, expected in zip(gradient([0, 3], interpolate(window, cotangents)), exact):
+        assert tiny.relative_l2(found, expected) < 1e-12
+
+
 @pytest.mark.parametrize("length", [1, 2])
 def test_one_and_two_steps_keep_their_cotangents(length):
     cotangents = list(torch.randn(length, 2, 3, dtype=torch.float64))
