@@ -3,6 +3,7 @@
 
 FSDP2 shards each transformer block and the rest. Parameters are gathered for every forward and
 every backward, and because the loop calls backward at every step, so are gradients reduced.
+By FSDP2's default the root, what is in no block, stays gathered from a forward to its backward.
 """
 
 import warnings

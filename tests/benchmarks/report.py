@@ -129,14 +129,16 @@ def _draw_seconds(axes: Any, report: CaseReport) -> None:
     colors = [_BLUE if label in schedules else _GREY for label in labels]
     axes.barh(labels, medians, color=colors, xerr=spread, ecolor="#3c4043", capsize=2)
     for label, measurement in zip(labels, report.measured):
-        ratios = [f"{f.ratio:.2f}x {f.baseline}" for f in report.figures if f.schedule == label]
+        ratios = [
+            f"{f.ratio:.2f}x against {f.baseline}" for f in report.figures if f.schedule == label
+        ]
         text = f"{measurement.median:.2f} s"
         if ratios:
-            text = f"{text}: {' and '.join(ratios)}"
+            text = f"{text}, {', '.join(ratios)}"
         top = quartiles(measurement.seconds)[1]
         axes.annotate(text, (top, label), xytext=(5, 0), textcoords="offset points",
                       va="center", fontsize=8)  # fmt: skip
-    axes.set_xlim(0, 1.45 * max(medians))
+    axes.set_xlim(0, 1.5 * max(medians))
     _style(axes, f"seconds of an iteration, with quartiles\n{report.case}")
 
 
