@@ -141,13 +141,14 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 def estimate_seconds(case: Case, contestants: Sequence[Contestant], repeat: int) -> float:
-    """About how long a case will take, from the first run of the last contestant.
+    """About how long a case will take, from the first run of jagg, or of retain without it.
 
-    Where there is jagg it is the last: this is the run of it that must not be measured.
+    jagg's first run must not be measured, and reweight's, which allocates its moments, must be.
     """
-    *others, last = contestants
-    assert all(other.first_cost == other.cost for other in others)
-    forward = last.run() / case.forwards(last.first_cost)
+    by_name = {contestant.name: contestant for contestant in contestants}
+    first = by_name.get("jagg", by_name["retain"])
+    assert all(c.first_cost == c.cost for c in contestants if c is not first)
+    forward = first.run() / case.forwards(first.first_cost)
     return forward * (repeat + 1) * sum(case.forwards(c.cost) for c in contestants)
 
 

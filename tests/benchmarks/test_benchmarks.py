@@ -77,6 +77,15 @@ def run_two_ranks(folder: str) -> None:
     flux_ranks.main([*QUICK, "--micro-batch-size=1", f"--output={folder}"])
 
 
+def test_without_jagg_the_moments_are_seen_too(single_process, tmp_path):
+    flux_schedules.main([*QUICK, "--trained-steps=9", f"--output={tmp_path}"])
+    runs = read_case(tmp_path, "flux_schedules")["runs"]
+    check_gradients(runs)
+    assert "jagg" not in runs
+    # Sum, weighted sum and total.
+    assert runs["reweight"]["moment_bytes"] == 3 * runs["reweight"]["gradient_bytes"]
+
+
 def test_two_ranks_measure_replay_under_fsdp_and_our_schedules(run_ranks, tmp_path):
     run_ranks(2, run_two_ranks, str(tmp_path))
     case = read_case(tmp_path, "flux_ranks")
