@@ -19,6 +19,10 @@ TWO_REWARDS = {"reward": {"weights": {tiny.SMOOTH: 1.0, tiny.CENTRE: 0.5}}}
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "one trajectory of a group on each of two ranks": {"grpo": {"group_size": 2}},
     "several trajectories of a group": {"grpo": {"placement": "local"}},
+    "three trajectories of a group": {"grpo": {"group_size": 3, "placement": "local"}},
+    "four groups of two": {
+        "grpo": {"prompts_per_iteration": 4, "group_size": 2, "placement": "local"}
+    },
     "eight trajectories of a group": {"grpo": {"group_size": 8, "placement": "local"}},
     "std of all groups": {"grpo": {"advantage": "flow_grpo_global_std"}},
     "mean and std of all groups": {"grpo": {"advantage": "dance_global"}},
@@ -64,7 +68,7 @@ def _errors(
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory) -> str:
-    return tiny.write_prompts(tmp_path_factory.mktemp("prompts"))
+    return tiny.write_prompts(tmp_path_factory.mktemp("prompts"), count=4)
 
 
 def _check(errors: dict[str, tuple[float, float]], dtype: str) -> None:
@@ -80,22 +84,28 @@ def test_in_one_process_reweight_gives_the_gradient_of_replay(prompts, dtype):
     _check(errors, dtype)
 
 
-ON_RANKS = {
-    1: [
-        "one trajectory of a group on each of two ranks",
-        "several trajectories of a group",
-        "clipped advantages, std of all groups",
-        "sum of advantages",
-        "two updates, the first of them",
-    ],
-    2: ["eight trajectories of a group", "KL"],
+# World size, tensor-parallel size, cases.
+LAYOUTS = {
+    "dp 2": (
+        2,
+        1,
+        [
+            "one trajectory of a group on each of two ranks",
+            "several trajectories of a group",
+            "clipped advantages, std of all groups",
+            "sum of advantages",
+            "two updates, the first of them",
+        ],
+    ),
+    "tp 2": (2, 2, ["eight trajectories of a group", "KL"]),
+    "dp 4": (4, 1, ["sum of rewards", "four groups of two"]),
 }
 
 
-@pytest.mark.parametrize("tensor_parallel", ON_RANKS)
-def test_on_two_ranks_reweight_gives_the_gradient_of_replay(run_ranks, prompts, tensor_parallel):
-    cases = ON_RANKS[tensor_parallel]
-    for errors in run_ranks(2, _errors, prompts, "float64", tensor_parallel, cases):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_every_layout_reweight_gives_the_gradient_of_replay(run_ranks, prompts, layout):
+    world, tensor_parallel, cases = LAYOUTS[layout]
+    for errors in run_ranks(world, _errors, prompts, "float64", tensor_parallel, cases):
         _check(errors, "float64")
 
 
