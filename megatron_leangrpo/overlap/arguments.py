@@ -14,6 +14,7 @@ def add_overlap_command(commands: Any) -> None:
     )
     kinds = overlap.add_subparsers(dest="overlap_command", required=True, metavar="COMMAND")
     _add_simulate(kinds)
+    _add_measure(kinds)
 
 
 def _add_simulate(kinds: Any) -> None:
@@ -61,6 +62,30 @@ def _add_simulate(kinds: Any) -> None:
     simulate.set_defaults(run=_simulate)
 
 
+def _add_measure(kinds: Any) -> None:
+    measure = kinds.add_parser(
+        "measure",
+        help="the same on real ranks of this machine, over an emulated link",
+        description="Run the real schedules on real ranks; products and link only take time.",
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = measure.add_argument
+    add("--compute-ms", type=float, default=200.0, metavar="MS", help="the layer's product")
+    add("--collective-ms", type=float, default=90.0, metavar="MS", help="the collective alone")
+    add("--ranks", type=int, default=4, metavar="N", help="ranks, up to 8")
+    add("--sub-slices", type=int, default=4, metavar="M", help="cuts of a slice in the last row")
+    add("--slices", type=int, default=4, metavar="K", help="collectives of plain slicing")
+    add("--repeat", type=int, default=3, metavar="TIMES", help="runs, of which the best counts")
+    _add_outputs(measure)
+    add(
+        "--calibrate",
+        metavar="FILE",
+        help="also measure this machine's products and link for the cost model (JSON)",
+    )
+    measure.set_defaults(run=_measure)
+
+
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the tables as JSON")
     parser.add_argument(
@@ -83,4 +108,20 @@ def _simulate(arguments: argparse.Namespace) -> None:
         latency_ms=arguments.latency_ms,
         json_path=arguments.json,
         timeline_path=arguments.timeline,
+    )
+
+
+def _measure(arguments: argparse.Namespace) -> None:
+    from megatron_leangrpo.overlap import commands
+
+    commands.measure(
+        compute_ms=arguments.compute_ms,
+        collective_ms=arguments.collective_ms,
+        ranks=arguments.ranks,
+        sub_slices=arguments.sub_slices,
+        slices=arguments.slices,
+        repeat=arguments.repeat,
+        json_path=arguments.json,
+        timeline_path=arguments.timeline,
+        calibration_path=arguments.calibrate,
     )

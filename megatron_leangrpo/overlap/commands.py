@@ -2,7 +2,8 @@
 """The command `leangrpo overlap`: what overlapping a layer with its collective would gain."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +46,20 @@ def simulate(
     timeline_path: str | None,
 ) -> None:
     """Print each mode's exposed time for one layer, and for the same layer on 2 to 64 ranks."""
-    _check_positive("--compute-ms", compute_ms)
-    _check_positive("--collective-ms", collective_ms)
     for option, value in {
         "--add-ms": add_ms,
         "--slice-cost-ms": slice_cost_ms,
         "--latency-ms": latency_ms,
     }.items():
         _check_not_negative(option, value)
-    _check_at_least("--ranks", ranks, 2)
-    _check_at_least("--sub-slices", sub_slices, 1)
-    _check_at_least("--slices", slices, 1)
+    _check_layer(compute_ms, collective_ms, ranks, sub_slices, slices, most_ranks=64)
     _check_folders(json_path, timeline_path)
+    message_ms = collective_ms / (ranks - 1)
+    if latency_ms > message_ms:
+        raise ValueError(
+            f"--latency-ms is {latency_ms:g}: {ranks - 1} messages of it are longer than "
+            f"--collective-ms {collective_ms:g}; at most {message_ms:g}"
+        )
     costs = Costs.of_layer(
         ranks=ranks,
         compute=compute_ms,
@@ -64,11 +67,6 @@ def simulate(
         latency=latency_ms,
         add=add_ms,
     )
-    if costs.hop < 0:
-        raise ValueError(
-            f"--latency-ms is {latency_ms:g}: {ranks - 1} messages of it are longer than "
-            f"--collective-ms {collective_ms:g}; at most {collective_ms / (ranks - 1):g}"
-        )
     played = _modes(costs, collective, sub_slices, slices, slice_cost_ms)
     layer = [_row(name, spans, costs) for name, spans in played.items()]
     sweep = [
@@ -87,16 +85,112 @@ def simulate(
     )
     _print_layer(console, layer)
     _print_sweep(console, sweep)
-    if json_path:
-        report = {"collective": collective, "ranks": ranks, "modes": layer, "sweep": sweep}
-        atomic_write(json_path, json.dumps(report, indent=2) + "\n")
-        console.line(f"table as JSON: {json_path}")
+    report = {"collective": collective, "ranks": ranks, "modes": layer, "sweep": sweep}
+    _write(console, json_path, report)
     if timeline_path:
-        title = (
-            f"{collective} on {ranks} ranks: compute {compute_ms:g} ms, link {collective_ms:g} ms"
-        )
-        save_timeline(timeline_path, played, costs.compute_total, title)
-        console.line(f"timeline: {timeline_path}")
+        title = f"{collective} on {ranks} ranks: compute {compute_ms:g}, link {collective_ms:g} ms"
+        _draw(console, timeline_path, played, costs.compute_total, title)
+
+
+def measure(
+    *,
+    compute_ms: float,
+    collective_ms: float,
+    ranks: int,
+    sub_slices: int,
+    slices: int,
+    repeat: int,
+    json_path: str | None,
+    timeline_path: str | None,
+    calibration_path: str | None,
+) -> None:
+    """Run each mode's reduce-scatter on real ranks of this machine over an emulated link."""
+    from megatron_leangrpo.overlap.measure import Setting, joined, measure_here
+    from megatron_leangrpo.overlap.rank_processes import run_on_ranks
+
+    _check_layer(compute_ms, collective_ms, ranks, sub_slices, slices, most_ranks=8)
+    _check_between("--repeat", repeat, 1, 100)
+    _check_folders(json_path, timeline_path, calibration_path)
+    costs = Costs.of_layer(ranks=ranks, compute=compute_ms / 1000, collective=collective_ms / 1000)
+    setting = Setting(costs, slices, sub_slices, repeat)
+    in_ms = Costs.of_layer(ranks=ranks, compute=compute_ms, collective=collective_ms)
+    predicted = _modes(in_ms, "reduce-scatter", sub_slices, slices, 0.0)
+    measured = {
+        name: [_in_ms(span) for span in spans]
+        for name, spans in joined(run_on_ranks(ranks, measure_here, setting)).items()
+    }
+    rows = [
+        {
+            **_row(name, spans, in_ms),
+            "predicted_ms": exposed(end_of(predicted[name]), in_ms),
+        }
+        for name, spans in measured.items()
+    ]
+    console = Console()
+    console.facts(
+        f"reduce-scatter on {ranks} ranks of this machine, best of {repeat}",
+        {
+            "compute": f"{compute_ms:g} ms of waiting in place of products",
+            "collective": f"{collective_ms:g} ms alone on an emulated link",
+        },
+    )
+    console.table(
+        ["mode", "exposed ms", "predicted ms", "end ms", "saved"],
+        [
+            [
+                row["mode"],
+                f"{row['exposed_ms']:.1f}",
+                f"{row['predicted_ms']:.1f}",
+                f"{row['end_ms']:.1f}",
+                f"{row['saved']:.1%}",
+            ]
+            for row in rows
+        ],
+    )
+    _write(console, json_path, {"ranks": ranks, "modes": rows})
+    if timeline_path:
+        title = f"measured on {ranks} ranks: compute {compute_ms:g} ms, link {collective_ms:g} ms"
+        _draw(console, timeline_path, measured, compute_ms, title)
+    if calibration_path:
+        _calibrate(console, calibration_path)
+
+
+def _calibrate(console: Console, path: str) -> None:
+    from megatron_leangrpo.overlap.calibrate import calibrate
+
+    calibration = calibrate()
+    calibration.save(path)
+    link = calibration.link_bytes_per_second
+    console.facts(
+        f"calibration of {calibration.device}: {path}",
+        {
+            f"product ({calibration.dtype})": f"{calibration.flops_per_second / 1e12:.3g} TFLOP/s",
+            "efficiency in 4 parts": f"{calibration.cut_efficiency['4']:.0%}",
+            "sum in the product": f"{calibration.sum_in_product_slowdown:.2f} x its time",
+            "link": f"{link / 1e9:.3g} GB/s" if link else "not measured: one device",
+        },
+    )
+
+
+def _in_ms(span: Span) -> Span:
+    return replace(span, start=span.start * 1000, end=span.end * 1000)
+
+
+def _write(console: Console, path: str | None, report: dict[str, Any]) -> None:
+    if path:
+        atomic_write(path, json.dumps(report, indent=2) + "\n")
+        console.line(f"table as JSON: {path}")
+
+
+def _draw(
+    console: Console,
+    path: str,
+    modes: Mapping[str, Sequence[Span]],
+    compute_ms: float,
+    title: str,
+) -> None:
+    save_timeline(path, modes, compute_ms, title)
+    console.line(f"timeline: {path}")
 
 
 def _modes(
@@ -174,9 +268,20 @@ def _print_sweep(console: Console, rows: Sequence[dict[str, float]]) -> None:
     )
 
 
-def _check_positive(option: str, value: float) -> None:
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{option} is {value:g}; it must be above 0")
+def _check_layer(
+    compute_ms: float,
+    collective_ms: float,
+    ranks: int,
+    sub_slices: int,
+    slices: int,
+    most_ranks: int,
+) -> None:
+    for option, value in {"--compute-ms": compute_ms, "--collective-ms": collective_ms}.items():
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{option} is {value:g}; it must be above 0")
+    _check_between("--ranks", ranks, 2, most_ranks)
+    _check_between("--sub-slices", sub_slices, 1, 64)
+    _check_between("--slices", slices, 1, 64)
 
 
 def _check_not_negative(option: str, value: float) -> None:
@@ -184,9 +289,9 @@ def _check_not_negative(option: str, value: float) -> None:
         raise ValueError(f"{option} is {value:g}; it must be 0 or more")
 
 
-def _check_at_least(option: str, value: int, least: int) -> None:
-    if not least <= value <= 64:
-        raise ValueError(f"{option} is {value}; it must be from {least} to 64")
+def _check_between(option: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise ValueError(f"{option} is {value}; it must be from {least} to {most}")
 
 
 def _check_folders(*paths: str | None) -> None:

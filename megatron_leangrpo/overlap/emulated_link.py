@@ -2,7 +2,7 @@
 """A link slower than the one at hand, in real or in virtual time, to see what overlapping hides."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -67,10 +67,16 @@ class EmulatedLink:
     """
 
     def __init__(
-        self, inner: Transport, bytes_per_second: float, latency_seconds: float, clock: Clock
+        self,
+        inner: Transport,
+        bytes_per_second: float,
+        latency_seconds: float,
+        clock: Clock,
+        sent: Callable[[int, float, float], None] | None = None,
     ) -> None:
+        """`sent(slice, leaves, arrives)` is told of every message of this rank."""
         self.rank, self.size = inner.rank, inner.size
-        self._inner, self._clock = inner, clock
+        self._inner, self._clock, self._sent = inner, clock, sent
         self._bandwidth, self._latency = bytes_per_second, latency_seconds
         self._free_at = 0.0
 
@@ -80,6 +86,8 @@ class EmulatedLink:
         """Post the message and the moment at which it arrives."""
         leaves = max(self._clock.now(), self._free_at)
         self._free_at = leaves + self._latency + send.nbytes / self._bandwidth
+        if self._sent is not None:
+            self._sent(message.sends, leaves, self._free_at)
         moment = torch.tensor([self._free_at], dtype=torch.float64)
         arrives = torch.empty_like(moment)
         stamp = self._inner.exchange(moment, arrives, message, f"{layer} arrival")

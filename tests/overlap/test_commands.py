@@ -39,3 +39,11 @@ def test_simulate_prints_the_published_setting_and_writes_it(leangrpo, tmp_path)
 def test_a_setting_that_makes_no_sense_ends_with_its_name(leangrpo, option, value):
     named = value if option == "--json" else option
     leangrpo.refuses([named], "overlap", "simulate", f"{option}={value}")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--ranks", "9"), ("--repeat", "0"), ("--calibrate", "nowhere/file.json")]
+)
+def test_a_measurement_that_makes_no_sense_starts_no_rank(leangrpo, option, value):
+    named = value if option == "--calibrate" else option
+    leangrpo.refuses([named], "overlap", "measure", f"{option}={value}")
