@@ -86,11 +86,12 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["replay", "retain"])
+@pytest.mark.parametrize("schedule", ["replay", "retain", "reweight"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_constant_groups_everywhere_are_an_update_of_nothing(run_ranks, prompts, layout, schedule):
     sections = dict(LAYOUTS[layout])
-    sections["grpo"] = {**sections.get("grpo", {}), "schedule": schedule}
+    size = {"micro_batch_size": 1} if schedule == "reweight" else {}
+    sections["grpo"] = {**sections.get("grpo", {}), "schedule": schedule, **size}
     arguments = (prompts, name_of(Constant), {FIRST, SECOND}, sections)
     for gradient, metrics in run_ranks(2, _gradient, *arguments, timeout_seconds=60):
         assert all(not tensor.any() for tensor in gradient.values())
@@ -99,10 +100,11 @@ def test_constant_groups_everywhere_are_an_update_of_nothing(run_ranks, prompts,
         assert metrics["clip_fraction"] == metrics["policy_loss"] == 0
 
 
-@pytest.mark.parametrize("schedule", ["replay", "retain"])
+@pytest.mark.parametrize("schedule", ["replay", "retain", "reweight"])
 def test_a_rank_with_constant_groups_waits_for_one_with_work(run_ranks, prompts, schedule):
     """Placed locally, rank 0 or 1 has nothing to do; the gradient is that of one process."""
-    sections = {"grpo": {"placement": "local", "schedule": schedule, "micro_batch_size": 2}}
+    size = 1 if schedule == "reweight" else 2
+    sections = {"grpo": {"placement": "local", "schedule": schedule, "micro_batch_size": size}}
     arguments = (prompts, name_of(Constant), {FIRST}, sections)
     expected, _ = _gradient(*arguments)
     platform.destroy_distributed()
@@ -127,11 +129,22 @@ def test_a_failed_reward_ends_the_run_by_name_where_the_policy_says_raise(
 
 
 @pytest.mark.parametrize("reward", [Raises, NotANumber, Infinite])
-@pytest.mark.parametrize("layout", ["alone", "dp 2 local", "dp 2 spread"])
+@pytest.mark.parametrize(
+    ("layout", "schedule"),
+    [
+        ("alone", "retain"),
+        ("alone", "reweight"),
+        ("dp 2 local", "retain"),
+        ("dp 2 spread", "retain"),
+        ("dp 2 spread", "reweight"),
+    ],
+)
 def test_a_dropped_group_has_advantage_zero_and_the_others_do_not_notice(
-    run_ranks, prompts, reward, layout
+    run_ranks, prompts, reward, layout, schedule
 ):
-    sections = {"grpo": {"micro_batch_size": 3, **LAYOUTS.get(layout, {}).get("grpo", {})}}
+    size = 1 if schedule == "reweight" else 3
+    grpo = {"schedule": schedule, "micro_batch_size": size}
+    sections = {"grpo": {**grpo, **LAYOUTS.get(layout, {}).get("grpo", {})}}
     expected, _ = _gradient(prompts, name_of(Constant), {SECOND}, sections)
     arguments = (prompts, name_of(reward), {SECOND}, sections)
     results = [_gradient(*arguments)] if layout == "alone" else run_ranks(2, _gradient, *arguments)

@@ -58,9 +58,12 @@ def _errors(
         experiment = tiny.start(tiny.tiny_config(prompts, **sections))
         if experiment.reference is not None:
             tiny.move_away_from_reference(experiment)
-        replay, _ = tiny.first_gradient(experiment, "replay")
+        replay, expected = tiny.first_gradient(experiment, "replay")
         reweight, metrics = tiny.first_gradient(experiment, "reweight")
         assert metrics["ratio_min"] == metrics["ratio_max"] == 1.0
+        for name in ("policy_loss", "kl", "clip_fraction"):
+            # Sums of rounded float32 values, around a mean that may be zero.
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), (case, name)
         whole = [torch.cat([g[n].flatten() for n in replay]) for g in (reweight, replay)]
         errors[case] = (tiny.worst(reweight, replay)[0], tiny.relative_l2(*whole))
     return errors

@@ -18,7 +18,7 @@ import torch
 
 from megatron_leangrpo.grpo.advantages import Advantages
 from megatron_leangrpo.grpo.gradient_buffers import Flat, GradientBuffers
-from megatron_leangrpo.grpo.objective import Objective, reference_kl, step_loss
+from megatron_leangrpo.grpo.objective import Objective, StepStats, reference_kl, step_loss
 from megatron_leangrpo.grpo.policy import Velocity
 from megatron_leangrpo.grpo.schedules.base import Schedule
 from megatron_leangrpo.grpo.stats import UpdateStats
@@ -79,13 +79,15 @@ class ReweightSchedule(Schedule):
         self._total: Flat | None = None
         self._pooled: Flat | None = None
         self._pooled_std = 1.0
+        self._stats: dict[int, list[tuple[StepStats, torch.Tensor]]] = {}
+        """Statistics of the steps of each wave, which wait for the advantage."""
         self._wave: Flat | None = None
         """What the wave's windows have collected, where a KL term shares the buffers."""
 
     def begin(self, scale: float) -> None:
         """Start an update; one that was interrupted leaves nothing behind."""
         super().begin(scale)
-        self._moments, self._newest = {}, None
+        self._moments, self._newest, self._stats = {}, None, {}
         self._total = self._pooled = self._wave = None
 
     def window_drawn(self, trajectory: WaveTrajectory, window: Window, stats: UpdateStats) -> None:
@@ -100,7 +102,7 @@ class ReweightSchedule(Schedule):
             result, step_stats = step_loss(velocity, step, one, self._linear)
             if has_kl:
                 step_stats["kl"] = kl[step.index]
-            stats.add(step_stats, step.trained)
+            self._stats.setdefault(trajectory.wave.index, []).append((step_stats, step.trained))
             return result
 
         self._backward_window(window, [step.velocity for step in window.ends], loss)
@@ -185,8 +187,14 @@ class ReweightSchedule(Schedule):
         if math.isfinite(std[0]):
             self._pooled_std = std[0]
         clip, value = self.objective.adv_clip, advantages.values.item()
+        clipped = value
         if clip is not None and abs(value) > clip:
-            self._replay_excess(trajectory, math.copysign(clip, value) - value)
+            clipped = math.copysign(clip, value)
+            self._replay_excess(trajectory, clipped - value)
+        for step_stats, trained in self._stats.pop(trajectory.wave.index):
+            if value != 0 or self.objective.kl_beta > 0:
+                step_stats["policy_loss"] = step_stats["policy_loss"] * clipped
+                stats.add(step_stats, trained)
         trajectory.windows.clear()
 
     def _replay_excess(self, trajectory: WaveTrajectory, excess: float) -> None:
