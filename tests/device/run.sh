@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Compares the schedules on this machine's GPU, in bfloat16 at FLUX.1-dev's width: gradient error,
-# seconds and peak memory. Without a GPU the same code runs tiny shapes on the CPU.
+# seconds, peak memory and the error of the planner's memory model. Without a GPU the same code runs
+# tiny shapes on the CPU.
 # Needs no network: wheels that the machine lacks are taken from .whl/ beside the repository's files.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -19,9 +20,18 @@ if ! "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; 
   echo "no CUDA device: tiny shapes on the CPU"
   shapes=(--model.preset=flux_bench --model.dtype=float32 --sampling.height=64 --sampling.width=64 --model.max_text_tokens=32)
 fi
+
+compare() {
+  local recompute=$1 micro_batch=$2 schedules=$3
+  local report="$out/compare-$recompute-$micro_batch.json"
+  local settings=(tests/device/flux_slice.yaml "--model.recompute_granularity=$recompute"
+    "--grpo.micro_batch_size=$micro_batch" --grpo.jagg_window=5 --grpo.jagg_frac=1 "${shapes[@]}")
+  echo "activation recomputation: $recompute, micro-batch $micro_batch"
+  "$python" -m megatron_leangrpo compare "${settings[@]}" --schedules "$schedules" --repeat 3 --json "$report"
+  "$python" -m tests.device.memory_error "$report" "${settings[@]}"
+}
+
 for recompute in none full; do
-  echo "activation recomputation: $recompute"
-  "$python" -m megatron_leangrpo compare tests/device/flux_slice.yaml --schedules replay,retain \
-    --repeat 3 --json "$out/compare-$recompute.json" --model.recompute_granularity=$recompute \
-    "${shapes[@]}"
+  compare "$recompute" 1 replay,retain,reweight,jagg
+  compare "$recompute" 2 replay,retain,jagg
 done
