@@ -244,7 +244,9 @@ class _RowParallel(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor):
         plan: LinearPlan = ctx.plan
         count = len(ctx.shapes)
-        inputs, weights = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        # Once: recomputation unpacks a saved tensor a single time.
+        saved = ctx.saved_tensors
+        inputs, weights = saved[:count], saved[count:]
         _, needs_bias, *needs = ctx.needs_input_grad
         grad = _rows(grad)
         db = grad.sum(0) if needs_bias else None

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from megatron_leangrpo.overlap.settings import OverlapSettings
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -33,6 +35,8 @@ class TransformerSettings:
     """Ranks over which heads and features are sharded."""
     sequence_parallel: bool = False
     """Shard the tokens between the linears over the same ranks; without effect on one rank."""
+    overlap: OverlapSettings = field(default_factory=OverlapSettings)
+    """How the collectives of the linears run beside their products."""
 
     @property
     def pixels_per_token(self) -> int | None:
@@ -70,7 +74,7 @@ class TransformerSettings:
         """
         from megatron.core.transformer.transformer_config import TransformerConfig
 
-        return TransformerConfig(
+        config = TransformerConfig(
             tensor_model_parallel_size=self.tensor_model_parallel_size,
             sequence_parallel=self.sequence_parallel and self.tensor_model_parallel_size > 1,
             params_dtype=self.params_dtype,
@@ -85,3 +89,5 @@ class TransformerSettings:
             gradient_accumulation_fusion=False,
             **sizes,
         )
+        config.overlap = self.overlap
+        return config

@@ -1,11 +1,13 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """The tensor-parallel linear layers of every model here; all tensors are `[s, b, h]`.
 
-They keep megatron's parameters, attributes and collectives, return the output alone, and multiply
-with torch's own linear wherever no collective is tied to the product.
+They keep megatron's parameters and attributes, return the output alone, and multiply with torch's
+own linear wherever no collective is tied to the product. Their collectives are megatron's, or those
+of `overlap` where the configuration asks for them.
 """
 
 import copy
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,10 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_leangrpo import platform
-from megatron_leangrpo.parallel.mappings import reduce_partial_sums
+from megatron_leangrpo.overlap.linear import LinearPlan, column_parallel, prepare, row_parallel
+from megatron_leangrpo.overlap.settings import OverlapSettings
+from megatron_leangrpo.overlap.weight_grad import WeightGradient
+from megatron_leangrpo.parallel.mappings import enter_tensor_parallel, reduce_partial_sums
 
 
 def _leave_uninitialised(weight: torch.Tensor) -> torch.Tensor:
@@ -32,6 +37,32 @@ def without_sequence_parallel(config: TransformerConfig) -> TransformerConfig:
     config = copy.copy(config)
     config.sequence_parallel = False
     return config
+
+
+def name_linears(model: torch.nn.Module) -> None:
+    """Tell every linear of `model` its name, for errors, and connect the ranks they talk to.
+
+    Every process of the world must come to it.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear, JoinedRowParallelLinear)):
+            module.layer_name = name
+            plan = _overlap_plan(module.config, module.tp_group, name)
+            if plan is not None and plan.flash is not None:
+                prepare(plan.group)
+
+
+def _overlap_plan(
+    config: TransformerConfig, group: torch.distributed.ProcessGroup | None, layer: str
+) -> LinearPlan | None:
+    """How a layer's collectives are overlapped; None where they are megatron's."""
+    settings: OverlapSettings = config.overlap
+    if settings.mode == "off" or platform.group_size(group) == 1:
+        return None
+    weight_gradient = WeightGradient(fused=config.gradient_accumulation_fusion)
+    return LinearPlan(
+        group, config.sequence_parallel, settings.flash, layer, weight_gradient=weight_gradient
+    )
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
@@ -58,11 +89,34 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
             tp_group=platform.tp_group(),
         )
         _mark_sharded(self.weight, dim=0)
+        self.layer_name = type(self).__name__
+        self._takes_all_tokens = takes_all_tokens
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.sequence_parallel or self.allreduce_dgrad:
-            return super().forward(x)[0]
+            plan = _overlap_plan(self.config, self.tp_group, self.layer_name)
+            # An input that is whole on every rank is a vector a sample: there is nothing to cut.
+            if plan is None or self._takes_all_tokens:
+                return super().forward(x)[0]
+            return column_parallel(x, [self.weight], [self.bias], plan)[0]
         return F.linear(x, self.weight, self.bias)
+
+
+def project_together(
+    x: torch.Tensor, linears: Sequence[ColumnParallelLinear], config: TransformerConfig
+) -> Sequence[torch.Tensor]:
+    """Each linear's output for the same tokens, which are gathered once and reduced once.
+
+    The linears are made with `takes_all_tokens` and without `reduces_input_grad`; `config` is the
+    model's.
+    """
+    first = linears[0]
+    plan = _overlap_plan(config, first.tp_group, first.layer_name)
+    if plan is None:
+        x = enter_tensor_parallel(x, first.tp_group, config.sequence_parallel)
+        return [linear(x) for linear in linears]
+    weights, biases = [one.weight for one in linears], [one.bias for one in linears]
+    return column_parallel(x, weights, biases, plan)
 
 
 class RowParallelLinear(tensor_parallel.RowParallelLinear):
@@ -80,10 +134,14 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
             tp_group=platform.tp_group(),
         )
         _mark_sharded(self.weight, dim=1)
+        self.layer_name = type(self).__name__
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if platform.group_size(self.tp_group) == 1:
             return F.linear(x, self.weight, self.bias)
+        plan = _overlap_plan(self.config, self.tp_group, self.layer_name)
+        if plan is not None:
+            return row_parallel([x], [self.weight], self.bias, plan)
         partial = F.linear(x, self.weight)
         return reduce_partial_sums(partial, self.tp_group, self.sequence_parallel) + self.bias
 
@@ -100,6 +158,8 @@ class JoinedRowParallelLinear(torch.nn.Module):
         self, attn_size: int, mlp_size: int, output_size: int, config: TransformerConfig
     ) -> None:
         super().__init__()
+        self.config = config
+        self.layer_name = type(self).__name__
         self.tp_group = platform.tp_group()
         self.sequence_parallel = config.sequence_parallel
         shards, dtype = platform.group_size(self.tp_group), config.params_dtype
@@ -116,6 +176,10 @@ class JoinedRowParallelLinear(torch.nn.Module):
 
     def forward(self, attn: torch.Tensor, mlp: torch.Tensor) -> torch.Tensor:
         alone = platform.group_size(self.tp_group) == 1
+        plan = _overlap_plan(self.config, self.tp_group, self.layer_name)
+        if plan is not None:
+            weights = [self.attn_weight, self.mlp_weight]
+            return row_parallel([attn, mlp], weights, self.bias, plan)
         partial = F.linear(attn, self.attn_weight, self.bias if alone else None)
         partial = torch.addmm(partial.flatten(0, 1), mlp.flatten(0, 1), self.mlp_weight.t())
         partial = partial.view(*attn.shape[:-1], -1)

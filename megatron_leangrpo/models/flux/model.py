@@ -29,11 +29,13 @@ from megatron_leangrpo.models.common.linear import (
     ColumnParallelLinear,
     JoinedRowParallelLinear,
     RowParallelLinear,
+    name_linears,
+    project_together,
 )
 from megatron_leangrpo.models.common.modulation import Modulation, gated_residual, modulated_norm
 from megatron_leangrpo.models.flux.config import SINUSOID_WIDTH, FluxConfig
 from megatron_leangrpo.models.flux.positions import Positions
-from megatron_leangrpo.parallel.mappings import enter_tensor_parallel, gather_tokens, scatter_tokens
+from megatron_leangrpo.parallel.mappings import gather_tokens, scatter_tokens
 from megatron_leangrpo.parallel.tokens import TokenLayout, pad_tokens
 
 if TYPE_CHECKING:
@@ -66,6 +68,7 @@ class FluxTransformer(MegatronModule):
             SingleStreamBlock(config, flux_config) for _ in range(flux_config.num_single_blocks)
         )
         self.final_layer = LastLayer(config, flux_config.out_channels)
+        name_linears(self)
 
     def forward(
         self,
@@ -235,13 +238,12 @@ class SingleStreamBlock(MegatronModule):
     ) -> torch.Tensor:
         shift, scale, gate = self.modulation(vec)
         x = modulated_norm(tokens, shift, scale)
-        x = enter_tensor_parallel(x, self.linear_qkv.tp_group, self.config.sequence_parallel)
+        qkv, mlp = project_together(x, [self.linear_qkv, self.linear_fc1], self.config)
 
-        qkv = positions.drop_pads(self.linear_qkv(x))
-        qk, v = split_qkv(qkv, self.head_dim)
+        qk, v = split_qkv(positions.drop_pads(qkv), self.head_dim)
         qk = normalise_and_rotate(qk, self.q_layernorm, self.k_layernorm, positions.joined)
         attn = self.core_attention(qk, v)
-        mlp = F.gelu(self.linear_fc1(x), approximate="tanh")
+        mlp = F.gelu(mlp, approximate="tanh")
 
         return gated_residual(tokens, gate, self.linear_out(positions.restore_pads(attn), mlp))
 
