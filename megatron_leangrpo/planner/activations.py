@@ -31,6 +31,8 @@ class GraphMemory:
     """Kept from the forward to the backward."""
     peak: int
     """Highest point of the backward, what is held included."""
+    joint_peak: int
+    """Highest point of one backward of two graphs, both held included."""
     without: int
     """Highest point of a forward without a graph."""
 
@@ -42,12 +44,21 @@ def graph_memory(shape: TransformerShape, layout: Layout, recompute: str) -> Gra
     tapes = _tapes(shape, layout)
     held = [input_bytes(shape, layout)]
     held += [tape.held(recomputed=full and not last) for tape, last in tapes]
-    peak = below = held[0]
+    peak = joint = below = held[0]
+    # A weight that two graphs share gets its gradient when both have come: those of the first one
+    # wait, block after block, and are all there when the second one starts.
+    above = sum(tape.weights for tape, _ in tapes)
+    upto = shape.replicated_parameters * layout.width
     for (tape, _), size in zip(tapes, held[1:]):
         # A recomputed block has all its tensors again while its own backward runs.
-        peak = max(peak, below + tape.backward_peak())
+        highest = below + tape.backward_peak()
+        above -= tape.weights
+        upto += tape.weights
+        joint = max(joint, sum(held) + highest + above, highest + upto)
+        peak = max(peak, highest)
         below += size
-    return GraphMemory(sum(held), peak, max(tape.forward_peak() for tape, _ in tapes))
+    without = max(tape.forward_peak() for tape, _ in tapes)
+    return GraphMemory(sum(held), peak, joint, without)
 
 
 @lru_cache(maxsize=512)

@@ -80,32 +80,41 @@ def peak_activations(
     """
     layout = work.layout(tp, recompute, batch.wave_size)
     graph = graph_memory(work.shape, layout, recompute)
-    graphs, at_once = graphs_held(work, batch, schedule, approximated)
-    peak = (graphs - at_once) * graph.held + _joint_peak(graph, at_once)
+    graphs = graphs_held(work, batch, schedule, approximated)
+    # Two forwards of one velocity, where guidance runs so, share one backward.
+    peak = _backward_peak(graph, graphs, work.forwards)
+    if schedule == "jagg" and approximated and windows(work)[0]:
+        exact = _exact_tail(work) * work.forwards if base_of(work, schedule) == "retain" else 0
+        peak = max(peak, _backward_peak(graph, graphs - exact, 2 * work.forwards))
     if work.kl:
         # The reference model runs while the graphs are there.
         peak = max(peak, graphs * graph.held + graph.without)
     return peak + kept_data(work, batch)
 
 
-def graphs_held(
-    work: Workload, batch: Batch, schedule: str, approximated: bool = False
-) -> tuple[int, int]:
-    """Graphs of forwards alive at the highest point, and those among them in one backward."""
+def graphs_held(work: Workload, batch: Batch, schedule: str, approximated: bool = False) -> int:
+    """Graphs of forwards alive at the highest point."""
     base = base_of(work, schedule)
     is_joint = schedule == "jagg" and approximated and windows(work)[0] > 0
-    ends = 2 if is_joint else 1
     if base != "retain":
-        return ends * work.forwards, ends * work.forwards
-    steps = math.ceil(work.trained_steps_of(batch.wave_size))
+        return (2 if is_joint else 1) * work.forwards
+    steps = work.trained_steps_of(batch.wave_size)
     if is_joint:
         steps = backwards(work, batch.wave_size)
-    return batch.graphs_in_flight * math.ceil(steps) * work.forwards, ends * work.forwards
+    return batch.graphs_in_flight * math.ceil(steps) * work.forwards
 
 
-def _joint_peak(graph: GraphMemory, graphs: int) -> int:
-    """The backward of several graphs: the last one first, the others whole until then."""
-    return (graphs - 1) * graph.held + graph.peak
+def _backward_peak(graph: GraphMemory, graphs: int, together: int) -> int:
+    """Highest point while some of all graphs run their backwards together: one or more."""
+    if together == 1:
+        return (graphs - 1) * graph.held + graph.peak
+    return (graphs - 2) * graph.held + graph.joint_peak
+
+
+def _exact_tail(work: Workload) -> int:
+    """Steps after the last window that jagg could approximate; their backwards run first."""
+    rest = work.trained_steps % work.jagg.window
+    return rest if rest < 3 else 0
 
 
 def windows(work: Workload) -> tuple[int, int]:
@@ -116,7 +125,7 @@ def windows(work: Workload) -> tuple[int, int]:
     full, rest = divmod(work.trained_steps, size)
     # Shorter windows take part in the ranking from three steps on.
     scored = full + (rest >= 3)
-    return min(full, int(work.jagg.frac * scored + 1e-9)), size
+    return min(full, math.floor(work.jagg.frac * scored + 0.5)), size
 
 
 def backwards(work: Workload, wave_size: int) -> float:

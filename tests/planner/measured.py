@@ -1,0 +1,143 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""Measures the peaks that the memory model predicts; run it for the table of docs/planner.md."""
+
+import dataclasses
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_leangrpo import platform
+from megatron_leangrpo.grpo.memory import peak_allocated_bytes
+from megatron_leangrpo.grpo.planning import batches_of, workload_of
+from megatron_leangrpo.models.flux.config import PRESETS, FluxConfig, flux_bench
+from megatron_leangrpo.planner.memory import peak_activations
+from megatron_leangrpo.planner.selector import SCHEDULES
+from tests.grpo import tiny
+
+REWARD = "tests.planner.light:LightReward"
+WIDE, NARROW = "flux_planned_wide", "flux_planned_narrow"
+
+
+def _narrow(**overrides: Any) -> FluxConfig:
+    small = {"num_double_blocks": 1, "num_single_blocks": 2, "hidden_size": 128}
+    inputs = {"joint_attention_dim": 64, "pooled_projection_dim": 64, "in_channels": 16}
+    return flux_bench(
+        **{**small, **inputs, "out_channels": 16, "axes_dims_rope": (8, 12, 12), **overrides}
+    )
+
+
+def _wide(**overrides: Any) -> FluxConfig:
+    return flux_bench(**{"num_double_blocks": 2, "num_single_blocks": 1, **overrides})
+
+
+PRESETS.update({NARROW: _narrow, WIDE: _wide})
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape of a run."""
+
+    preset: str = NARROW
+    size: int = 128
+    text: int = 16
+    micro_batch: int = 1
+    recompute: str = "none"
+    dtype: str = "float32"
+    kl_beta: float = 0.0
+    advantage: str = "flow_grpo_group_std"
+    tensor_parallel: int = 1
+    prompts: int = 1
+
+
+CASES = {
+    "one sample at a time": Case(),
+    "batches of 2, odd token counts": Case(size=144, text=7, micro_batch=2),
+    "wide, attention recomputed": Case(WIDE, recompute="selective"),
+    "blocks recomputed": Case(size=176, recompute="full"),
+    "bfloat16": Case(size=144, dtype="bfloat16"),
+    "KL, std of all groups": Case(
+        text=31, kl_beta=0.01, advantage="flow_grpo_global_std", prompts=2
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Measured and predicted bytes of one iteration, and copies of the gradient buffers."""
+
+    measured: int
+    predicted: int
+    copies: float
+    predicted_copies: int
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction."""
+        return self.predicted / self.measured - 1
+
+
+def measure(case: Case, prompts: str, schedules: Sequence[str] = SCHEDULES) -> dict[str, Peak]:
+    """Run an iteration under every schedule that takes the case, once to warm up."""
+    config = tiny.tiny_config(
+        prompts,
+        model={
+            "preset": case.preset,
+            "max_text_tokens": case.text,
+            "recompute_granularity": case.recompute,
+            "dtype": case.dtype,
+        },
+        parallel={"tensor_model_parallel_size": case.tensor_parallel},
+        # Six steps, five of them trained: a window of three and one of two.
+        sampling={"height": case.size, "width": case.size, "num_steps": 6},
+        grpo={
+            "prompts_per_iteration": case.prompts,
+            "group_size": 2,
+            "micro_batch_size": case.micro_batch,
+            "kl_beta": case.kl_beta,
+            "advantage": case.advantage,
+            "jagg_frac": 1.0,
+        },
+        reward={"weights": {REWARD: 1.0}},
+    )
+    experiment = tiny.start(config)
+    single = dataclasses.replace(config, parallel=tiny.RunConfig().parallel)
+    work = workload_of(single, experiment.architecture)
+    batch = batches_of(config)(platform.dp_size())
+    peaks = {}
+    for name in schedules:
+        if name == "reweight" and case.micro_batch > 1:
+            continue
+        runner = experiment.runner(name)
+        runner.run(0, experiment.sampler.batch(0))
+        measured = peak_allocated_bytes(lambda r=runner: r.run(0, experiment.sampler.batch(0)))
+        predicted = peak_activations(
+            work, batch, name, case.recompute, case.tensor_parallel, approximated=True
+        )
+        buffers = runner.schedule.buffers
+        copies = buffers.copies_num_bytes / buffers.num_bytes
+        needed = batch.moment_copies if name == "reweight" else 0
+        peaks[name] = Peak(measured, predicted, copies, needed)
+    return peaks
+
+
+def main() -> None:
+    """Print the table as Markdown."""
+    prompts = tiny.write_prompts(Path(tempfile.mkdtemp()))
+    print("| shape | " + " | ".join(SCHEDULES) + " |")
+    print("|---|" + "---:|" * 4)
+    for name, case in CASES.items():
+        peaks = measure(case, prompts)
+        cells = [
+            f"{peaks[s].measured / 2**20:.1f} MiB, {100 * peaks[s].error:+.1f} %"
+            if s in peaks
+            else "needs micro-batch 1"
+            for s in SCHEDULES
+        ]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
