@@ -114,14 +114,15 @@ def targets(case: Case, schedule: str) -> dict[str, Target]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that both benchmarks have."""
-    parser.add_argument("--repeat", type=_positive, default=5, help="timed rounds (5)")
+    parser.add_argument("--repeat", type=positive, default=5, help="timed rounds (5)")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, to try the code only")
     parser.add_argument("--profile", action="store_true", help="say what takes the time where a "
                         "ceiling is missed by more than 7 %%")  # fmt: skip
     parser.add_argument("--output", default="runs/benchmarks", help="folder of the JSON and PNG")
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """Read an argument that counts something."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} must be at least 1")
@@ -132,8 +133,7 @@ def whole_groups(group_size: int, micro_batch_size: int, ranks: int) -> None:
     """Raise ``ValueError`` unless every rank has whole micro-batches of a group with a spread."""
     share = ranks * micro_batch_size
     if group_size < 2 or group_size % share:
-        nearest = max(2, math.ceil(group_size / share) * share)
-        nearest = math.ceil(nearest / share) * share
+        nearest = math.ceil(max(2, group_size) / share) * share
         raise ValueError(
             f"--group-size = {group_size}: needs at least 2 samples and a multiple of {share} "
             f"({ranks} ranks x --micro-batch-size {micro_batch_size}), such as {nearest}"

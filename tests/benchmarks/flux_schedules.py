@@ -17,7 +17,7 @@ import torch
 from megatron_leangrpo import platform
 from megatron_leangrpo.reporting.console import Console
 from tests.benchmarks.benchmark import keep_freed_memory, run_case, save
-from tests.benchmarks.cases import Case, add_arguments, whole_groups
+from tests.benchmarks.cases import Case, add_arguments, positive, whole_groups
 from tests.benchmarks.contestants import (
     Contestant,
     OurIteration,
@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trained-steps", type=int, nargs="+", choices=(9, 15), default=[9, 15])
-    parser.add_argument("--micro-batch-size", type=int, default=1)
-    parser.add_argument("--group-size", type=int, default=2)
+    parser.add_argument("--micro-batch-size", type=positive, default=1)
+    parser.add_argument("--group-size", type=positive, default=2)
     add_arguments(parser)
     arguments = parser.parse_args(argv)
     try:

@@ -138,7 +138,7 @@ def _draw_seconds(axes: Any, report: CaseReport) -> None:
         top = quartiles(measurement.seconds)[1]
         axes.annotate(text, (top, label), xytext=(5, 0), textcoords="offset points",
                       va="center", fontsize=8)  # fmt: skip
-    axes.set_xlim(0, 1.5 * max(medians))
+    axes.set_xlim(0, 1.5 * max(third for _, third in ends))
     _style(axes, f"seconds of an iteration, with quartiles\n{report.case}")
 
 

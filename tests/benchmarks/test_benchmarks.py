@@ -129,7 +129,12 @@ def test_ceilings_are_those_of_the_published_settings():
 
 @pytest.mark.parametrize(
     ("option", "message"),
-    [("--group-size=3", "such as 4"), ("--repeat=0", "0 must be at least 1")],
+    [
+        ("--group-size=3", "such as 4"),
+        ("--group-size=1", "such as 2"),
+        ("--repeat=0", "0 must be at least 1"),
+        ("--micro-batch-size=0", "0 must be at least 1"),
+    ],
 )
 def test_settings_that_cannot_be_measured_are_refused(option, message, capsys):
     with pytest.raises(SystemExit) as stopped:
