@@ -40,6 +40,20 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class OverlapConfig:
+    """How tensor parallelism's collectives run beside products; without effect at size 1."""
+
+    mode: Literal["off", "bulk", "flash"] = "off"
+    """off: one after the other, as megatron; bulk: whole ones, beside each other in the backward;
+    flash: in slices that travel while others are multiplied, forward and backward."""
+    pattern: Literal["ring", "direct"] = "ring"
+    """flash: ring talks to neighbours (PCIe, several nodes), direct straight to the owner of a
+    slice, who sums in float32."""
+    sub_slices: int = 2
+    """flash: parts of a rank's slice, 1 to 16; from 2 on a ring adds inside the products."""
+
+
+@dataclass(frozen=True)
 class SamplingConfig:
     """The sampler of the rollout: sizes, sigmas, stochastic kernel, and which steps are trained."""
 
@@ -248,6 +262,7 @@ class RunConfig:
     """Also log to Weights & Biases."""
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

@@ -2,7 +2,7 @@
 """Which transformer a run trains: the architecture of its base or preset, and its weights."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from megatron_leangrpo.models.common.weights import (
 )
 from megatron_leangrpo.models.families import ModelFamily, find_preset, model_family
 from megatron_leangrpo.models.loading import load_transformer_folder
+from megatron_leangrpo.overlap.settings import OverlapSettings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -98,6 +99,7 @@ def resolve_architecture(config: RunConfig, needs_weights: bool = True) -> Archi
         "recompute_granularity": model.recompute_granularity,
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "sequence_parallel": parallel.sequence_parallel,
+        "overlap": OverlapSettings(**asdict(config.overlap)),
     }
     preset = None if model.preset is None else find_preset(family, model.preset)
     base = None if model.base is None else resolve_asset(model.base)

@@ -1,0 +1,66 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""A run with overlapped collectives has the gradients of the run without, on every schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_leangrpo import platform
+from tests.grpo import tiny
+
+OVERLAPS: dict[str, dict[str, Any]] = {
+    "off": {"mode": "off"},
+    "bulk": {"mode": "bulk"},
+    "flash": {"mode": "flash"},
+    "direct": {"mode": "flash", "pattern": "direct", "sub_slices": 1},
+}
+
+
+def _gradients(prompts: str) -> dict[str, dict[str, Any]]:
+    results = {}
+    for name, overlap in OVERLAPS.items():
+        config = tiny.tiny_config(
+            prompts,
+            parallel={"tensor_model_parallel_size": 2},
+            sampling={"num_steps": 3},
+            overlap=overlap,
+        )
+        experiment = tiny.start(config)
+        replay, metrics = tiny.first_gradient(experiment, "replay")
+        retain, _ = tiny.first_gradient(experiment, "retain")
+        results[name] = {
+            "gradient": replay,
+            "schedules": tiny.worst(retain, replay)[0],
+            "ratios": (metrics["ratio_min"], metrics["ratio_max"]),
+        }
+    return results
+
+
+def test_gradients_are_those_without_overlap_and_retained_graphs_keep_theirs(
+    run_ranks, tmp_path_factory
+):
+    prompts = tiny.write_prompts(tmp_path_factory.mktemp("prompts"))
+    results = run_ranks(2, _gradients, prompts)[0]
+    for name, result in results.items():
+        # Sums over ranks in another order, in float32.
+        assert tiny.worst(result["gradient"], results["off"]["gradient"])[0] < 1e-5, name
+        assert result["schedules"] < 1e-6, name
+        assert result["ratios"] == (1.0, 1.0), name
+
+
+@pytest.fixture(autouse=True)
+def _leave():
+    yield
+    platform.destroy_distributed()
+
+
+def test_a_wrong_setting_is_named_with_what_would_be_valid(leangrpo):
+    leangrpo.refuses(
+        ["overlap.sub_slices is 17", "from 1 to 16"],
+        *("train", "flux_tiny", "--dry-run", "--overlap.sub_slices=17"),
+    )
+    leangrpo.refuses(
+        ["overlap.mode", "'flash'"], "train", "flux_tiny", "--dry-run", "--overlap.mode=fast"
+    )
