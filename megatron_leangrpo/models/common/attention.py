@@ -2,15 +2,20 @@
 """Attention between tokens that are whole on this rank, for this rank's heads.
 
 Queries and keys travel packed, `[s, b, heads, 2, head_dim]`, so that one pass normalises and
-rotates both.
+rotates both; where they come from different tokens each is a pack of one.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch.utils.checkpoint import checkpoint
 
+from megatron_leangrpo import platform
 from megatron_leangrpo.models.common.rotary import rotate
 
 RMS_NORM_EPS = 1e-6
@@ -28,6 +33,20 @@ class HeadNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(head_dim, dtype=dtype))
 
 
+class HiddenNorm(torch.nn.Module):
+    """The weight of one RMS normalisation over all heads together, sharded with the heads.
+
+    Its gradient is complete on the rank that holds it, so its owner must not give it a name that
+    makes megatron sum it over the tensor-parallel ranks (see `HeadNorm`).
+    """
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        shards = platform.group_size(platform.tp_group())
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size // shards, dtype=dtype))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+
 def split_qkv(qkv: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Packed queries and keys, and values `[s, b, heads, head_dim]`, of a fused projection.
 
@@ -42,36 +61,69 @@ def normalise_and_rotate(
 ) -> torch.Tensor:
     """RMS-normalise packed queries and keys, then rotate them by `table` (None: no rotation)."""
     weight = torch.stack((q_norm.weight, k_norm.weight))
-    return _NormaliseAndRotate.apply(qk, weight, table)
+    return _NormaliseAndRotate.apply(qk, weight, table, _ONE_HEAD, None)
+
+
+def normalise_across_heads(
+    packed: torch.Tensor, *norms: HiddenNorm, table: torch.Tensor | None = None
+) -> torch.Tensor:
+    """RMS-normalise `[s, b, heads, pack, head_dim]` over the heads of all ranks, then rotate it.
+
+    There is one norm for each of the pack. Only sums of squares travel between the ranks.
+    """
+    heads, head_dim = packed.shape[2], packed.shape[-1]
+    weight = torch.stack([norm.weight.view(heads, head_dim) for norm in norms], dim=1)
+    group = platform.tp_group()
+    group = group if platform.group_size(group) > 1 else None
+    return _NormaliseAndRotate.apply(packed, weight, table, _ALL_HEADS, group)
+
+
+_ONE_HEAD, _ALL_HEADS = (-1,), (-3, -1)
 
 
 class _NormaliseAndRotate(torch.autograd.Function):
-    """Keeps its input and one number per head for the backward; plain torch would keep three."""
+    """Keeps its input and the inverse RMS for the backward; plain torch would keep three tensors.
+
+    The RMS is over `dims` of the tensors of all ranks of `group` together.
+    """
 
     @staticmethod
     def forward(
-        ctx, qk: torch.Tensor, weight: torch.Tensor, table: torch.Tensor | None
+        ctx,
+        qk: torch.Tensor,
+        weight: torch.Tensor,
+        table: torch.Tensor | None,
+        dims: tuple[int, ...],
+        group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
         wide = qk.to(torch.promote_types(qk.dtype, torch.float32))
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        inverse_rms = torch.rsqrt(norm.square() / qk.shape[-1] + RMS_NORM_EPS)
+        squares = torch.linalg.vector_norm(wide, dim=dims, keepdim=True).square()
+        if group is not None:
+            dist.all_reduce(squares, group=group)
+        ctx.dims, ctx.group = dims, group
+        ctx.count = math.prod(qk.shape[dim] for dim in dims) * platform.group_size(group)
+        inverse_rms = torch.rsqrt(squares / ctx.count + RMS_NORM_EPS)
         ctx.save_for_backward(qk, weight, table, inverse_rms)
         out = (wide * inverse_rms).mul_(weight)
         return (out if table is None else rotate(out, table)).to(qk.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         qk, weight, table, inverse_rms = ctx.saved_tensors
         grad = grad.to(inverse_rms.dtype)
         if table is not None:
             grad = rotate(grad, table.conj())
         normalised = qk * inverse_rms
         products = grad * normalised
-        weight_grad = products.sum(dim=(0, 1, 2)).to(weight.dtype)
-        projection = products.mul_(weight).mean(dim=-1, keepdim=True)
+        weight_grad = products.sum_to_size(weight.shape).to(weight.dtype)
+        projection = products.mul_(weight).sum(dim=ctx.dims, keepdim=True)
+        if ctx.group is not None:
+            # Every rank's outputs depend on every rank's inputs through the common RMS.
+            dist.all_reduce(projection, group=ctx.group)
+        projection /= ctx.count
         qk_grad = torch.addcmul(grad * weight, normalised, projection, value=-1).mul_(inverse_rms)
-        return qk_grad.to(qk.dtype), weight_grad, None
+        return qk_grad.to(qk.dtype), weight_grad, None, None, None
 
 
 class CoreAttention(torch.nn.Module):
@@ -84,13 +136,12 @@ class CoreAttention(torch.nn.Module):
         super().__init__()
         self.recompute = recompute
 
-    def forward(self, qk: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(_attend, qk, v, use_reentrant=False, preserve_rng_state=False)
-        return _attend(qk, v)
+            return checkpoint(_attend, q, k, v, use_reentrant=False, preserve_rng_state=False)
+        return _attend(q, k, v)
 
 
-def _attend(qk: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    q, k = qk.unbind(dim=-2)
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3).flatten(2)

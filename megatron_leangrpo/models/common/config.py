@@ -39,6 +39,16 @@ class TransformerSettings:
     """How the collectives of the linears run beside their products."""
 
     @property
+    def wide_dtype(self) -> torch.dtype:
+        """float32, or the model's dtype where that is wider."""
+        return torch.promote_types(self.params_dtype, torch.float32)
+
+    @property
+    def transformer_folders(self) -> tuple[str, ...]:
+        """The folders of a diffusers pipeline that hold the weights."""
+        return ("transformer",)
+
+    @property
     def pixels_per_token(self) -> int | None:
         """Pixels a side of one token; None where the pipeline's VAE decides."""
         return None

@@ -9,15 +9,13 @@ projection that enters a block gathers them, every one that leaves it scatters t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.utils.checkpoint import checkpoint
 
-from megatron_leangrpo import platform
 from megatron_leangrpo.models.common.attention import (
     CoreAttention,
     HeadNorm,
@@ -32,26 +30,24 @@ from megatron_leangrpo.models.common.linear import (
     name_linears,
     project_together,
 )
+from megatron_leangrpo.models.common.mlp import MLP
 from megatron_leangrpo.models.common.modulation import Modulation, gated_residual, modulated_norm
+from megatron_leangrpo.models.common.transformer import ShardedTransformer, applied_to_own_tokens
 from megatron_leangrpo.models.flux.config import SINUSOID_WIDTH, FluxConfig
 from megatron_leangrpo.models.flux.positions import Positions
-from megatron_leangrpo.parallel.mappings import gather_tokens, scatter_tokens
 from megatron_leangrpo.parallel.tokens import TokenLayout, pad_tokens
 
 if TYPE_CHECKING:
     from megatron_leangrpo.conditioning.encoders import Conditioning
 
 
-class FluxTransformer(MegatronModule):
+class FluxTransformer(ShardedTransformer):
     """The velocity of packed latents, given their noise level and the prompt."""
 
     def __init__(self, flux_config: FluxConfig) -> None:
         config = flux_config.transformer_config()
-        super().__init__(config)
-        assert config.hidden_dropout == 0.0 and config.attention_dropout == 0.0
+        super().__init__(flux_config, config)
         self.flux_config = flux_config
-        self.tp_group = platform.tp_group()
-        assert platform.group_size(self.tp_group) == flux_config.tensor_model_parallel_size
 
         hidden, dtype = flux_config.hidden_size, flux_config.params_dtype
         self.img_in = torch.nn.Linear(flux_config.in_channels, hidden, dtype=dtype)
@@ -89,8 +85,8 @@ class FluxTransformer(MegatronModule):
 
         layout = TokenLayout(txt.shape[0], img.shape[0], self.sequence_shards)
         positions = Positions.of(layout, grid, self.flux_config.axes_dims_rope, dtype, img.device)
-        img = scatter_padded(img, layout.image_per_partition, layout.shards, self.tp_group)
-        txt = scatter_padded(txt, layout.text_per_partition, layout.shards, self.tp_group)
+        img = self.scatter_padded(img, layout.image_per_partition)
+        txt = self.scatter_padded(txt, layout.text_per_partition)
 
         for block in self.double_blocks:
             img, txt = self.run_block(block, img, txt, vec, positions)
@@ -99,22 +95,8 @@ class FluxTransformer(MegatronModule):
             tokens = self.run_block(block, tokens, vec, positions)
         img = tokens[txt.shape[0] :]
 
-        velocity = self.final_layer(img, vec)
-        if layout.shards > 1:
-            velocity = gather_tokens(velocity, self.tp_group)[: layout.image]
+        velocity = self.gather_without_pads(self.final_layer(img, vec), layout.image)
         return velocity.transpose(0, 1).contiguous()
-
-    def run_block(self, block: torch.nn.Module, *inputs: object) -> Any:
-        """A block's output; under full recomputation the graph keeps the block's inputs alone."""
-        if self.flux_config.recompute_granularity == "full" and torch.is_grad_enabled():
-            # There is no dropout, so there is no random state to restore.
-            return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
-        return block(*inputs)
-
-    @property
-    def sequence_shards(self) -> int:
-        """Ranks over which the tokens are sharded between the projections."""
-        return platform.group_size(self.tp_group) if self.config.sequence_parallel else 1
 
     def embed_conditioning(
         self, timestep: torch.Tensor, conditioning: Conditioning
@@ -128,13 +110,6 @@ class FluxTransformer(MegatronModule):
             guidance = conditioning.guidance.to(dtype) * 1000
             vec = vec + self.guidance_in(sinusoid(guidance, SINUSOID_WIDTH, dtype))
         return F.silu(vec + self.vector_in(conditioning.pooled.to(dtype)))
-
-
-def scatter_padded(
-    x: torch.Tensor, per_partition: int, shards: int, group: torch.distributed.ProcessGroup | None
-) -> torch.Tensor:
-    """This rank's tokens of a whole stream `[s, b, h]`, padded so that every rank has as many."""
-    return scatter_tokens(pad_tokens(x, per_partition * shards), group) if shards > 1 else x
 
 
 class DoubleStreamBlock(MegatronModule):
@@ -198,23 +173,12 @@ class JointAttention(MegatronModule):
         # Text is all at the origin, which rotates nothing.
         txt_qk = normalise_and_rotate(txt_qk, self.added_q_layernorm, self.added_k_layernorm, None)
 
-        out = self.core_attention(torch.cat((txt_qk, img_qk)), torch.cat((txt_v, img_v)))
+        q, k = torch.cat((txt_qk, img_qk)).unbind(dim=-2)
+        out = self.core_attention(q, k, torch.cat((txt_v, img_v)))
         txt, img = out.split((layout.text, layout.image))
         img = pad_tokens(img, layout.image_per_partition * layout.shards)
         txt = pad_tokens(txt, layout.text_per_partition * layout.shards)
         return self.linear_proj(img), self.added_linear_proj(txt)
-
-
-class MLP(MegatronModule):
-    """Two linears with tanh-approximated GELU between."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__(config)
-        self.linear_fc1 = ColumnParallelLinear(config.hidden_size, config.ffn_hidden_size, config)
-        self.linear_fc2 = RowParallelLinear(config.ffn_hidden_size, config.hidden_size, config)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear_fc2(F.gelu(self.linear_fc1(x), approximate="tanh"))
 
 
 class SingleStreamBlock(MegatronModule):
@@ -242,7 +206,7 @@ class SingleStreamBlock(MegatronModule):
 
         qk, v = split_qkv(positions.drop_pads(qkv), self.head_dim)
         qk = normalise_and_rotate(qk, self.q_layernorm, self.k_layernorm, positions.joined)
-        attn = self.core_attention(qk, v)
+        attn = self.core_attention(*qk.unbind(dim=-2), v)
         mlp = F.gelu(mlp, approximate="tanh")
 
         return gated_residual(tokens, gate, self.linear_out(positions.restore_pads(attn), mlp))
@@ -255,9 +219,7 @@ class LastLayer(MegatronModule):
         super().__init__(config)
         self.modulation = Modulation(config, chunks=2)
         self.linear = torch.nn.Linear(config.hidden_size, out_channels, dtype=config.params_dtype)
-        # It is applied to this rank's tokens, so megatron sums its gradients over the ranks.
-        for parameter in self.linear.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+        applied_to_own_tokens(self.linear.parameters(), config)
 
     def forward(self, img: torch.Tensor, vec: torch.Tensor) -> torch.Tensor:
         # diffusers' order; the original model's is shift, scale.

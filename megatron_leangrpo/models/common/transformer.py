@@ -1,0 +1,57 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""What every transformer here does with its tokens and its blocks."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.utils.checkpoint import checkpoint
+
+from megatron_leangrpo import platform
+from megatron_leangrpo.models.common.config import TransformerSettings
+from megatron_leangrpo.parallel.mappings import gather_tokens, scatter_tokens
+from megatron_leangrpo.parallel.tokens import pad_tokens
+
+
+class ShardedTransformer(MegatronModule):
+    """Under sequence parallelism each rank holds its share of the tokens between projections."""
+
+    def __init__(self, settings: TransformerSettings, config: TransformerConfig) -> None:
+        super().__init__(config)
+        assert config.hidden_dropout == 0.0 and config.attention_dropout == 0.0
+        self.tp_group = platform.tp_group()
+        assert platform.group_size(self.tp_group) == settings.tensor_model_parallel_size
+        self.recomputes_blocks = settings.recompute_granularity == "full"
+
+    @property
+    def sequence_shards(self) -> int:
+        """Ranks over which the tokens are sharded between the projections."""
+        return platform.group_size(self.tp_group) if self.config.sequence_parallel else 1
+
+    def scatter_padded(self, x: torch.Tensor, per_partition: int) -> torch.Tensor:
+        """This rank's tokens of a whole stream `[s, ...]`, padded so that each rank has as many."""
+        shards = self.sequence_shards
+        if shards == 1:
+            return x
+        return scatter_tokens(pad_tokens(x, per_partition * shards), self.tp_group)
+
+    def gather_without_pads(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
+        """The whole stream from every rank's tokens; every rank then computes the same loss."""
+        return gather_tokens(x, self.tp_group)[:tokens] if self.sequence_shards > 1 else x
+
+    def run_block(self, block: torch.nn.Module, *inputs: object) -> Any:
+        """A block's output; under full recomputation the graph keeps the block's inputs alone."""
+        if self.recomputes_blocks and torch.is_grad_enabled():
+            # There is no dropout, so there is no random state to restore.
+            return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return block(*inputs)
+
+
+def applied_to_own_tokens(
+    parameters: Iterable[torch.nn.Parameter], config: TransformerConfig
+) -> None:
+    """Have megatron sum the gradients of replicated parameters that see only this rank's tokens."""
+    for parameter in parameters:
+        parameter.sequence_parallel = config.sequence_parallel
