@@ -148,4 +148,10 @@ def input_bytes(shape: TransformerShape, layout: Layout) -> int:
         # Put into the order of tokens; a single sample is in that order already.
         kept += write.rows(shape.image_tokens, shape.in_channels)
         kept += write.rows(shape.text_tokens, shape.text_width)
+    if layout.shards > 1:
+        # The first block's inputs are views of streams that were embedded whole.
+        streams = [shape.image_tokens]
+        if shape.blocks[0][0] == "double":
+            streams.append(shape.text_tokens)
+        kept += sum(write.whole(count) - write.stream(count) for count in streams)
     return kept

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_leangrpo import platform
+from megatron_leangrpo.config import RunConfig
+from megatron_leangrpo.grpo.experiment import Experiment
 from megatron_leangrpo.grpo.memory import peak_allocated_bytes
 from megatron_leangrpo.grpo.planning import batches_of, workload_of
 from megatron_leangrpo.models.flux.config import PRESETS, FluxConfig, flux_bench
 from megatron_leangrpo.planner.memory import peak_activations
 from megatron_leangrpo.planner.selector import SCHEDULES
+from megatron_leangrpo.planner.workload import Workload
 from tests.grpo import tiny
 
 REWARD = "tests.planner.light:LightReward"
@@ -79,9 +82,8 @@ class Peak:
         return self.predicted / self.measured - 1
 
 
-def measure(case: Case, prompts: str, schedules: Sequence[str] = SCHEDULES) -> dict[str, Peak]:
-    """Run an iteration under every schedule that takes the case, once to warm up."""
-    config = tiny.tiny_config(
+def _config(case: Case, prompts: str) -> RunConfig:
+    return tiny.tiny_config(
         prompts,
         model={
             "preset": case.preset,
@@ -102,10 +104,20 @@ def measure(case: Case, prompts: str, schedules: Sequence[str] = SCHEDULES) -> d
         },
         reward={"weights": {REWARD: 1.0}},
     )
+
+
+def start(case: Case, prompts: str) -> tuple[Experiment, Workload]:
+    """Build a case and what the planner knows of it."""
+    config = _config(case, prompts)
     experiment = tiny.start(config)
-    single = dataclasses.replace(config, parallel=tiny.RunConfig().parallel)
-    work = workload_of(single, experiment.architecture)
-    batch = batches_of(config)(platform.dp_size())
+    single = dataclasses.replace(config, parallel=RunConfig().parallel)
+    return experiment, workload_of(single, experiment.architecture)
+
+
+def measure(case: Case, prompts: str, schedules: Sequence[str] = SCHEDULES) -> dict[str, Peak]:
+    """Run an iteration under every schedule that takes the case, once to warm up."""
+    experiment, work = start(case, prompts)
+    batch = batches_of(experiment.config)(platform.dp_size())
     peaks = {}
     for name in schedules:
         if name == "reweight" and case.micro_batch > 1:
