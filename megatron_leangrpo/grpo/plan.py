@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from megatron_leangrpo.config import RunConfig
 from megatron_leangrpo.files import atomic_write
-from megatron_leangrpo.grpo.architecture import Architecture, resolve_architecture
+from megatron_leangrpo.grpo.architecture import resolve_architecture
 from megatron_leangrpo.grpo.experiment import objective_config
 from megatron_leangrpo.grpo.placement import check_placement
 from megatron_leangrpo.grpo.planning import all_candidates, workload_of
 from megatron_leangrpo.planner.gpus import Gpu, find_gpu
-from megatron_leangrpo.planner.report import print_plan, to_json
-from megatron_leangrpo.planner.selector import choose
+from megatron_leangrpo.planner.report import configured_line, print_plan, to_json
+from megatron_leangrpo.planner.selector import Candidate, Choice, choose
 from megatron_leangrpo.planner.workload import Workload
 from megatron_leangrpo.reporting.console import Console
 
@@ -33,19 +33,31 @@ def plan(config: RunConfig, gpu_name: str, gpus: int | None, json_path: str | No
     )
     architecture = resolve_architecture(single, needs_weights=False)
     work = workload_of(single, architecture)
-    layouts = _layouts(config, architecture, work, gpu, count)
+    layouts = _layouts(config, work, gpu, count)
     found = all_candidates(config, work, layouts, gpu)
-    choice = choose(work, found, gpu.budget, f"{count} x {gpu.name}")
-    print_plan(Console(), _title(config, architecture, work, gpu, count), choice, work, gpu)
+    device = f"{count} x {gpu.name}"
+    choice = choose(work, found, gpu.budget, device)
+    console, tp = Console(), config.parallel.tensor_model_parallel_size
+    print_plan(console, _title(config, work, gpu, count), choice, work, gpu)
+    own = [candidate for candidate in found if candidate.tensor_parallel == tp]
+    if own and choice.chosen not in own:
+        console.line(configured_line(_choose_or_why_not(work, own, gpu, device), tp))
     if json_path is not None:
         settings = {**dataclasses.asdict(config), "gpu": gpu.name, "gpus": count}
         report = to_json(choice, work, gpu, settings)
         atomic_write(json_path, json.dumps(report, indent=2) + "\n")
 
 
-def _layouts(
-    config: RunConfig, architecture: Architecture, work: Workload, gpu: Gpu, gpus: int
-) -> Sequence[tuple[int, int]]:
+def _choose_or_why_not(
+    work: Workload, found: Sequence[Candidate], gpu: Gpu, device: str
+) -> Choice | ValueError:
+    try:
+        return choose(work, found, gpu.budget, device)
+    except ValueError as error:
+        return error
+
+
+def _layouts(config: RunConfig, work: Workload, gpu: Gpu, gpus: int) -> Sequence[tuple[int, int]]:
     """Tensor- and data-parallel sizes that heads, nodes and groups allow."""
     heads, grpo = work.shape.heads, config.grpo
     sizes = [
@@ -71,9 +83,7 @@ def _layouts(
     return layouts
 
 
-def _title(
-    config: RunConfig, architecture: Architecture, work: Workload, gpu: Gpu, gpus: int
-) -> str:
+def _title(config: RunConfig, work: Workload, gpu: Gpu, gpus: int) -> str:
     sampling, grpo = config.sampling, config.grpo
     frames = f" x {sampling.num_frames} frames" if sampling.num_frames > 1 else ""
     guidance = ", guided" if work.guided else ""

@@ -1,7 +1,6 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """What `leangrpo plan` prints and writes: a short table, the reasons, and everything as JSON."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -30,8 +29,20 @@ def print_plan(console: Console, title: str, choice: Choice, work: Workload, gpu
     )
     console.line()
     console.line(f"chosen: {_label(choice.chosen)}, {choice.reasons[choice.chosen]}")
-    for line in _explanations(choice, work, rows):
+    for line in _explanations(choice, work):
         console.line(line)
+
+
+def configured_line(found: Choice | ValueError, tensor_parallel: int) -> str:
+    """What the configured layout would get, where another one was chosen."""
+    setting = f"with parallel.tensor_model_parallel_size = {tensor_parallel}, as configured"
+    if isinstance(found, ValueError):
+        return f"{setting}: {found}"
+    chosen = found.chosen
+    return (
+        f"{setting}: {name_of(chosen)}, {found.reasons[chosen]}, "
+        f"{number(chosen.seconds.total)} s an iteration"
+    )
 
 
 def to_json(choice: Choice, work: Workload, gpu: Gpu, settings: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +121,7 @@ def _label(candidate: Candidate) -> str:
     )
 
 
-def _explanations(choice: Choice, work: Workload, rows: Sequence[Candidate]) -> list[str]:
+def _explanations(choice: Choice, work: Workload) -> list[str]:
     """A line a schedule on the chosen layout: its cost, and the sentence that goes with it."""
     lines = []
     chosen = choice.chosen
