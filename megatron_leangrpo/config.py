@@ -43,14 +43,17 @@ class ParallelConfig:
 class OverlapConfig:
     """How tensor parallelism's collectives run beside products; without effect at size 1."""
 
-    mode: Literal["off", "bulk", "flash"] = "off"
+    mode: Literal["off", "bulk", "flash", "auto"] = "off"
     """off: one after the other, as megatron; bulk: whole ones, beside each other in the backward;
-    flash: in slices that travel while others are multiplied, forward and backward."""
+    flash: in slices that travel while others are multiplied, forward and backward; auto: bulk or
+    flash, whichever the cost model finds faster for a layer and its tokens."""
     pattern: Literal["ring", "direct"] = "ring"
     """flash: ring talks to neighbours (PCIe, several nodes), direct straight to the owner of a
     slice, who sums in float32."""
     sub_slices: int = 2
     """flash: parts of a rank's slice, 1 to 16; from 2 on a ring adds inside the products."""
+    calibration: str | None = None
+    """auto: the file that `leangrpo overlap measure --calibrate FILE` writes on this machine."""
 
 
 @dataclass(frozen=True)
@@ -244,8 +247,11 @@ class CheckpointConfig:
 
     interval: int = 0
     """Iterations between checkpoints; 0 saves at the end only, -1 never."""
-    resume: bool = False
-    """Continue from the newest checkpoint of `output`."""
+    keep: int = 3
+    """Newest checkpoints that stay, besides the one with the best evaluation."""
+    resume: bool | Literal["auto"] = False
+    """true continues from the newest checkpoint of `output` whose files are whole; auto does so
+    where there is a run and starts one where there is none (for jobs that are requeued)."""
 
 
 @dataclass(frozen=True)

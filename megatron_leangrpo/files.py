@@ -20,9 +20,9 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     temporary = path.with_name(f".{uuid.uuid4().hex}{path.suffix}")
     try:
         yield temporary
-        _sync(temporary)
+        sync_file(temporary)
         temporary.replace(path)
-        _sync(path.parent)
+        sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -34,7 +34,13 @@ def atomic_write(path: str | os.PathLike[str], content: str | bytes) -> None:
         temporary.write_bytes(data)
 
 
-def _sync(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder survive a power cut."""
+    sync_file(path)
+
+
+def sync_file(path: Path) -> None:
+    """Make the content of a file survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -8,7 +8,6 @@ folder with a step's name is whole. It can be resumed at another tensor- or data
 import dataclasses
 import json
 import queue
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,12 +19,23 @@ import torch
 import torch.distributed as dist
 
 from megatron_leangrpo import platform
-from megatron_leangrpo.files import atomic_write
+from megatron_leangrpo.checkpoint.store import (
+    FileRecord,
+    Found,
+    Manifest,
+    checkpoints,
+    damage,
+    prune,
+    publish,
+    read_manifest,
+    record_file,
+    step_folder,
+    temporary_folder,
+    write_manifest,
+)
+from megatron_leangrpo.checkpoint.unpickling import only_data
 from megatron_leangrpo.models.common.weights import sharded_parameters
 
-FORMAT = 1
-POSITION = "position.json"
-_STEP = re.compile(r"step_(\d+)")
 _OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
@@ -41,31 +51,94 @@ class TrainingState:
     """Scores of jagg's windows, which decide the next iteration's routing."""
 
 
-def save_checkpoint(folder: Path, state: TrainingState, iteration: int) -> Path:
-    """Write `folder/step_<iteration>` after that many finished iterations (a collective)."""
+def save_checkpoint(
+    folder: Path,
+    state: TrainingState,
+    iteration: int,
+    keep: int,
+    reward: float | None = None,
+) -> Path:
+    """Write `folder/step_<iteration>` after that many finished iterations (a collective).
+
+    `reward` is that of an evaluation of these weights. Afterwards the `keep` newest checkpoints and
+    the best one stay.
+    """
     from megatron.core import dist_checkpointing
 
-    final = folder / f"step_{iteration:06d}"
-    temporary = folder / f".{final.name}.tmp"
+    temporary = temporary_folder(folder, iteration)
     if platform.is_logging_rank():
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     dist.barrier()
     _use_no_helper_process()
-    with platform.host_mode(), _one_error(RuntimeError, f"checkpoint {final} cannot be written"):
-        dist_checkpointing.save(_sharded_state(state, loading=False), str(temporary))
-    dist.barrier()
+    with platform.host_mode():
+        sharded = _sharded_state(state, loading=False)
+    what = f"checkpoint {step_folder(folder, iteration)} cannot be written"
+    with platform.host_mode(), _one_error(RuntimeError, what, _num_bytes(sharded), folder):
+        dist_checkpointing.save(sharded, str(temporary))
+        files = _record_files(temporary)
     if platform.is_logging_rank():
-        position = {
-            "format": FORMAT,
-            "iteration": iteration,
-            "window_scores": state.window_scores,
-        }
-        atomic_write(temporary / POSITION, json.dumps(position) + "\n")
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
+        write_manifest(temporary, Manifest(iteration, reward, state.window_scores, files))
+        publish(folder, iteration)
+        prune(folder, keep)
     dist.barrier()
-    return final
+    return step_folder(folder, iteration)
+
+
+def _record_files(temporary: Path) -> dict[str, FileRecord]:
+    """Sizes and checksums of all files, on the logging rank; every rank reads those it wrote."""
+    own = {
+        path.name: record_file(path)
+        for path in temporary.iterdir()
+        if path.name.startswith(f"__{platform.rank()}_")
+    }
+    notes = temporary / f".files_{platform.rank()}.json"
+    notes.write_text(json.dumps({name: dataclasses.astuple(r) for name, r in own.items()}))
+    dist.barrier()
+    files: dict[str, FileRecord] = {}
+    if platform.is_logging_rank():
+        for path in sorted(temporary.glob(".files_*.json")):
+            found = json.loads(path.read_text())
+            files |= {name: FileRecord(*record) for name, record in found.items()}
+            path.unlink()
+        files |= {p.name: record_file(p) for p in temporary.iterdir() if p.name not in files}
+    return files
+
+
+def find_newest(folder: Path) -> Found:
+    """Look for the newest whole checkpoint; the ranks share the reading (a collective)."""
+    skipped: list[str] = []
+    numbers = dict(checkpoints(folder)) if platform.is_logging_rank() else {}
+    count = _from_logging_rank([len(numbers)])[0]
+    for number in _from_logging_rank(sorted(numbers, reverse=True) or [0] * count):
+        path = dict(checkpoints(folder))[number]
+        wrong = damage_on_any_rank(path)
+        if wrong is None:
+            return Found(path, skipped)
+        skipped.append(f"{path.name}: {wrong}")
+    return Found(None, skipped)
+
+
+def damage_on_any_rank(checkpoint: Path) -> str | None:
+    """Say what is wrong with a checkpoint, or None; each rank reads its share (a collective)."""
+    try:
+        names = sorted(read_manifest(checkpoint).files)
+    except ValueError as error:
+        return str(error).partition(": ")[2]
+    own = range(platform.rank(), len(names), platform.world_size())
+    first = next((i for i in own if damage(checkpoint, [names[i]]) is not None), len(names))
+    position = torch.tensor(first, device=platform.device())
+    dist.all_reduce(position, op=dist.ReduceOp.MIN)
+    first = int(position)
+    if first == len(names):
+        return None
+    return damage(checkpoint, [names[first]]) or f"{names[first]} is damaged for another rank"
+
+
+def _from_logging_rank(values: list[int]) -> list[int]:
+    tensor = torch.tensor(values, dtype=torch.int64, device=platform.device())
+    dist.broadcast(tensor, src=0)
+    return tensor.tolist()
 
 
 def _use_no_helper_process() -> None:
@@ -86,8 +159,8 @@ def load_checkpoint(checkpoint: Path, state: TrainingState) -> int:
 
     ``ValueError`` where it cannot be read, or is not of this model and these settings.
     """
-    iteration = read_position(checkpoint)
-    state.window_scores = _read_window_scores(checkpoint)
+    manifest = read_manifest(checkpoint)
+    state.window_scores = manifest.window_scores
     own_settings = _group_settings(state.optimizer)
     _create_optimizer_state(state.optimizer)
     with platform.host_mode():
@@ -102,7 +175,7 @@ def load_checkpoint(checkpoint: Path, state: TrainingState) -> int:
     if state.average is not None:
         for name, value in state.average.items():
             value.copy_(loaded["average"][name])
-    return iteration
+    return manifest.iteration
 
 
 def _read(sharded_state: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
@@ -112,13 +185,15 @@ def _read(sharded_state: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
         f"checkpoint {checkpoint} cannot be read; it is damaged, or of another model or other "
         "settings (optimizer.ema_decay, optimizer.use_distributed_optimizer)"
     )
-    with _one_error(ValueError, what):
+    with _one_error(ValueError, what), only_data():
         return dist_checkpointing.load(sharded_state, str(checkpoint))
 
 
 @contextmanager
-def _one_error(kind: type[Exception], what: str) -> Iterator[None]:
-    """Turn whatever megatron and torch raise into one line.
+def _one_error(
+    kind: type[Exception], what: str, needed: int = 0, folder: Path | None = None
+) -> Iterator[None]:
+    """Turn whatever megatron and torch raise into one line, with the space it is about.
 
     torch raises the failures of all ranks together as a BaseException, which would end a command
     without a message.
@@ -134,12 +209,21 @@ def _one_error(kind: type[Exception], what: str) -> Iterator[None]:
         if isinstance(cause, KeyboardInterrupt):
             raise cause from None
         lines = str(cause).strip().splitlines() or [""]
-        raise kind(f"{what}: {type(cause).__name__} {lines[0]:.200}".rstrip()) from error
+        space = ""
+        if folder is not None:
+            free = shutil.disk_usage(folder).free
+            space = f" (about {needed >> 20} MiB are needed and {free >> 20} MiB free there)"
+        raise kind(f"{what}: {type(cause).__name__} {lines[0]:.200}".rstrip() + space) from error
 
 
 def load_weights(checkpoint: Path, model: torch.nn.Module, average: bool) -> None:
-    """Load only the weights of a checkpoint, or their average (a collective)."""
-    read_position(checkpoint)
+    """Load only the weights of a checkpoint, or their average (a collective).
+
+    ``ValueError`` where a file of it is not as it was written.
+    """
+    wrong = damage_on_any_rank(checkpoint)
+    if wrong is not None:
+        raise ValueError(f"checkpoint {checkpoint} is damaged: {wrong}")
     weights = sharded_parameters(model)
     if average:
         values = {name: p.detach() for name, p in model.named_parameters()}
@@ -147,43 +231,6 @@ def load_weights(checkpoint: Path, model: torch.nn.Module, average: bool) -> Non
     with platform.host_mode():
         loaded = _read({"weights": weights}, checkpoint)["weights"]
     model.load_state_dict({name: v for name, v in loaded.items() if v is not None}, strict=False)
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint with the highest iteration number, or None."""
-    found = list(_checkpoints(folder))
-    return max(found)[1] if found else None
-
-
-def read_position(checkpoint: Path) -> int:
-    """Return the finished iterations of a checkpoint; ``ValueError`` where it is none."""
-    try:
-        position = json.loads((checkpoint / POSITION).read_text(encoding="utf-8"))
-        version, iteration = int(position["format"]), int(position["iteration"])
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"checkpoint {checkpoint}: no readable {POSITION}: {error}") from error
-    if version > FORMAT:
-        raise ValueError(
-            f"checkpoint {checkpoint}: format {version} is newer than this version reads ({FORMAT})"
-        )
-    return iteration
-
-
-def _read_window_scores(checkpoint: Path) -> list[list[float]]:
-    position = json.loads((checkpoint / POSITION).read_text(encoding="utf-8"))
-    try:
-        return [[int(a), int(n), float(score)] for a, n, score in position.get("window_scores", [])]
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"checkpoint {checkpoint}: window_scores in {POSITION}: {error}"
-        ) from error
-
-
-def _checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = _STEP.fullmatch(path.name)
-        if match and (path / POSITION).is_file():
-            yield int(match[1]), path
 
 
 def _sharded_state(state: TrainingState, loading: bool) -> dict[str, Any]:
@@ -195,6 +242,24 @@ def _sharded_state(state: TrainingState, loading: bool) -> dict[str, Any]:
     if state.average is not None:
         result["average"] = _average_shards(model, state.average)
     return result
+
+
+def _num_bytes(value: Any) -> int:
+    """Bytes of the tensors that this and all other ranks write (a collective)."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+
+    def own(value: Any) -> int:
+        if isinstance(value, dict):
+            return sum(own(inner) for inner in value.values())
+        if isinstance(value, list):
+            return sum(own(inner) for inner in value)
+        if isinstance(value, ShardedTensor) and is_main_replica(value.replica_id):
+            return value.data.nbytes
+        return 0
+
+    total = torch.tensor(own(value), device=platform.device())
+    dist.all_reduce(total)
+    return int(total)
 
 
 def _torch_adams(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Optimizer]]:

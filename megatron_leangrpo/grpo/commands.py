@@ -24,17 +24,18 @@ def train(recipe: str, overrides: Sequence[str], dry_run: bool = False) -> None:
     from megatron_leangrpo.grpo.dry_run import check_and_describe
     from megatron_leangrpo.grpo.experiment import build_experiment
     from megatron_leangrpo.grpo.run_report import RunReport
-    from megatron_leangrpo.grpo.trainer import Trainer, checkpoint_to_resume
+    from megatron_leangrpo.grpo.trainer import Trainer, check_resumable
     from megatron_leangrpo.models.families import check_trainable
 
     config, note = load(recipe, overrides)
     check_trainable(config.model.family)
     console = _start(config, note, alone=dry_run)
+    resumes = _resumes(config)
     if platform.is_logging_rank():
         # Here already, because weights may take minutes to load.
-        RunDirectory.check(config.output, config.checkpoint.resume)
-        if config.checkpoint.resume:
-            checkpoint_to_resume(RunDirectory(config.output))
+        RunDirectory.check(config.output, resumes)
+        if config.checkpoint.resume is True:
+            check_resumable(RunDirectory(config.output))
     config = check_and_describe(config, console, None if dry_run else platform.world_size())
     if dry_run:
         return
@@ -46,11 +47,11 @@ def train(recipe: str, overrides: Sequence[str], dry_run: bool = False) -> None:
         prompts = (*experiment.prompts, *experiment.evaluation_prompts)
         for note in experiment.encoder.notes([prompt.text for prompt in prompts]):
             console.warning(note)
-    directory = _run_directory(config)
+    directory = _run_directory(config, resumes)
     report = RunReport(config, directory, console, platform.is_logging_rank())
     report.verdict = experiment.scorer.verdict
     trainer = Trainer(experiment, report)
-    if config.checkpoint.resume:
+    if resumes:
         trainer.resume()
     trainer.run()
     directory.close()
@@ -204,7 +205,17 @@ def _start(config: RunConfig, note: str | None, alone: bool = False) -> Console:
     return console
 
 
-def _run_directory(config: RunConfig) -> RunDirectory:
+def _resumes(config: RunConfig) -> bool:
+    """Whether the run continues one: with auto, where its directory holds one already."""
+    if config.checkpoint.resume != "auto":
+        return config.checkpoint.resume
+    if config.output is None:
+        raise ValueError("checkpoint.resume = auto needs output: the run directory to continue")
+    # The file is written after the ranks have met several times, so that all see the same here.
+    return RunDirectory(config.output).config.is_file()
+
+
+def _run_directory(config: RunConfig, resumes: bool) -> RunDirectory:
     """Make or open the run directory on the logging rank and tell the others where it is."""
     import torch.distributed as dist
 
@@ -212,7 +223,7 @@ def _run_directory(config: RunConfig) -> RunDirectory:
     if platform.is_logging_rank():
         directory = (
             RunDirectory.resume(config.output)
-            if config.checkpoint.resume
+            if resumes
             else RunDirectory.create(config.output, config.recipe)
         )
     # Every rank takes part in the broadcast, the one that knows the answer too.

@@ -4,7 +4,8 @@
 from pathlib import Path
 
 from megatron_leangrpo import platform
-from megatron_leangrpo.checkpoint.training import load_weights, newest_checkpoint, read_position
+from megatron_leangrpo.checkpoint.store import newest_valid, read_manifest
+from megatron_leangrpo.checkpoint.training import load_weights
 from megatron_leangrpo.grpo.experiment import Experiment
 from megatron_leangrpo.reporting.console import Console
 from megatron_leangrpo.reporting.pictures import sample_file_name, save_grid, save_image
@@ -16,7 +17,7 @@ def sample_pictures(experiment: Experiment, console: Console, checkpoint: Path |
     """Sample, score and save `evaluation.grid_images` pictures and a grid of them."""
     config, iteration = experiment.config, 0
     if checkpoint is not None:
-        iteration = read_position(checkpoint)
+        iteration = read_manifest(checkpoint).iteration
         load_weights(checkpoint, experiment.policy.model, average=config.optimizer.ema_decay > 0)
         console.line(f"weights of {checkpoint}")
     evaluator = experiment.evaluator()
@@ -42,13 +43,13 @@ def sample_pictures(experiment: Experiment, console: Console, checkpoint: Path |
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return a checkpoint folder from itself, or the newest one of a run directory.
+    """Return a checkpoint folder from itself, or the newest whole one of a run directory.
 
     ``ValueError`` where there is none.
     """
     for folder in (path / "checkpoints", path):
-        newest = newest_checkpoint(folder)
+        newest = newest_valid(folder).checkpoint
         if newest is not None:
             return newest
-    read_position(path)
+    read_manifest(path)
     return path

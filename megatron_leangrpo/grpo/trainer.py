@@ -3,14 +3,14 @@
 
 import contextlib
 import time
-from pathlib import Path
 from typing import Any
 
 from megatron_leangrpo import platform
+from megatron_leangrpo.checkpoint.store import checkpoints
 from megatron_leangrpo.checkpoint.training import (
     TrainingState,
+    find_newest,
     load_checkpoint,
-    newest_checkpoint,
     save_checkpoint,
 )
 from megatron_leangrpo.grpo.ema import WeightAverage
@@ -23,15 +23,13 @@ from megatron_leangrpo.reporting.memory import peak_memory_bytes
 from megatron_leangrpo.reporting.run_directory import RunDirectory
 
 
-def checkpoint_to_resume(directory: RunDirectory) -> Path:
-    """Return the newest checkpoint of a run; ``ValueError`` where there is none."""
-    checkpoint = newest_checkpoint(directory.checkpoints)
-    if checkpoint is None:
+def check_resumable(directory: RunDirectory) -> None:
+    """Raise ``ValueError`` where a run has no checkpoint at all; reads none."""
+    if not checkpoints(directory.checkpoints):
         raise ValueError(
             f"checkpoint.resume: {directory.path} holds no checkpoint; start the run again in "
-            "another directory"
+            "another directory, or with checkpoint.resume=auto in this one"
         )
-    return checkpoint
 
 
 class Trainer:
@@ -63,12 +61,27 @@ class Trainer:
         )
 
     def resume(self) -> None:
-        """Continue from the newest checkpoint of the run directory."""
-        checkpoint = checkpoint_to_resume(self.report.directory)
+        """Continue from the newest whole checkpoint of the run directory (a collective).
+
+        A run that was ended before its first checkpoint starts again; ``ValueError`` where there
+        are checkpoints and none is whole.
+        """
+        console, directory = self.report.console, self.report.directory
+        found = find_newest(directory.checkpoints)
+        for reason in found.skipped:
+            console.warning(f"passed over checkpoint {reason}")
+        if found.checkpoint is None:
+            if found.skipped:
+                raise ValueError(
+                    f"checkpoint.resume: no checkpoint of {directory.path} is whole "
+                    f"({'; '.join(found.skipped[:3])})"
+                )
+            console.line(f"{directory.path} has no checkpoint yet: starting at iteration 1")
+            return
         state = self.state
-        self.first_iteration = load_checkpoint(checkpoint, state)
+        self.first_iteration = load_checkpoint(found.checkpoint, state)
         self.runner.router.load_state(state.window_scores)
-        self.report.console.line(f"resumed after iteration {self.first_iteration}: {checkpoint}")
+        console.line(f"resumed after iteration {self.first_iteration}: {found.checkpoint}")
 
     def run(self) -> dict[str, Any]:
         """Train to the last iteration; returns the summary. A finished run is left as it is."""
@@ -94,7 +107,13 @@ class Trainer:
         evaluation = self._evaluate() if self._evaluates_after(done) else None
         self.report.iteration(done, metrics, evaluation)
         if self._saves_after(done):
-            save_checkpoint(self.report.directory.checkpoints, self.state, done)
+            save_checkpoint(
+                self.report.directory.checkpoints,
+                self.state,
+                done,
+                self.config.checkpoint.keep,
+                None if evaluation is None else evaluation.reward_mean,
+            )
 
     def _train(self, iteration: int) -> dict[str, Any]:
         prompts = self.experiment.sampler.batch(iteration)

@@ -45,12 +45,13 @@ class MetricsWriter:
         # Imported here because it takes over a second.
         from torch.utils.tensorboard import SummaryWriter
 
-        if completed_iterations:
+        continues = completed_iterations > 0 or directory.metrics.exists()
+        if continues:
             directory.truncate_metrics(completed_iterations)
         self._wandb = None if wandb_config is None else _start_wandb(directory, wandb_config)
         self._tensorboard = SummaryWriter(
             str(directory.tensorboard),
-            purge_step=completed_iterations + 1 if completed_iterations else None,
+            purge_step=completed_iterations + 1 if continues else None,
         )
         self._file = os.open(directory.metrics, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 

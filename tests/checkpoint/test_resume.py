@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from megatron_leangrpo import platform
-from megatron_leangrpo.checkpoint.training import load_weights, newest_checkpoint
+from megatron_leangrpo.checkpoint.store import newest_valid
+from megatron_leangrpo.checkpoint.training import load_weights
 from megatron_leangrpo.grpo import commands
 from tests.grpo import tiny
 
@@ -175,10 +176,10 @@ def test_folders_that_no_save_has_finished_are_ignored(train, tmp_path):
     assert sorted(p.name for p in checkpoints.iterdir()) == [".step_000004.tmp", "step_000002"]
     (checkpoints / "step_000009").mkdir()
     (checkpoints / "step_notes").mkdir()
-    assert newest_checkpoint(checkpoints) == checkpoints / "step_000002"
+    assert newest_valid(checkpoints).checkpoint == checkpoints / "step_000002"
 
     train("alone", run, RESUME)
-    assert newest_checkpoint(checkpoints) == checkpoints / "step_000004"
+    assert newest_valid(checkpoints).checkpoint == checkpoints / "step_000004"
     assert not (checkpoints / ".step_000004.tmp").exists()
     assert [row["iteration"] for row in tiny.metrics_rows(run)] == [1, 2, 3, 4]
 
@@ -204,6 +205,58 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(train, straight, tm
 
     train("alone", run, RESUME, "--grpo.iterations=5")
     assert [row["iteration"] for row in tiny.metrics_rows(run)] == [1, 2, 3, 4, 5]
+
+
+def test_auto_starts_a_run_and_then_continues_it(train, straight, tmp_path):
+    """The same command twice, as a scheduler that requeues gives it."""
+    auto = "--checkpoint.resume=auto"
+    train("alone", tmp_path / "run", auto, killed_in=4)
+    run = train("alone", tmp_path / "run", auto)
+    assert_bitwise_equal(run, straight("alone"))
+
+
+def test_auto_starts_again_where_a_run_was_ended_before_its_first_checkpoint(
+    train, straight, tmp_path
+):
+    auto = "--checkpoint.resume=auto"
+    train("alone", tmp_path / "run", auto, killed_in=2)
+    run = train("alone", tmp_path / "run", auto)
+    assert_bitwise_equal(run, straight("alone"))
+
+
+@pytest.mark.parametrize("layout", ["alone", "dp 2"])
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_continues(
+    train, straight, tmp_path, layout, capfd
+):
+    run = Path(shutil.copytree(straight(layout), tmp_path / "run"))
+    damaged = max((run / "checkpoints" / "step_000004").glob("*.distcp"))
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    capfd.readouterr()
+    train(layout, run, RESUME)
+    if layout == "alone":
+        shown = " ".join(capfd.readouterr().out.split())
+        reason = f"the content of {damaged.name} is not what was written"
+        assert f"passed over checkpoint step_000004: {reason}" in shown
+    assert_bitwise_equal(run, straight(layout))
+
+
+def test_a_run_of_which_no_checkpoint_is_whole_is_not_started_again_silently(train, tmp_path):
+    run = train("alone", tmp_path / "run", "--grpo.iterations=1")
+    (run / "checkpoints" / "step_000001" / "common.pt").unlink()
+    with pytest.raises(ValueError, match=r"no checkpoint of .*run is whole \(step_000001: common"):
+        train("alone", run, "--checkpoint.resume=auto", "--grpo.iterations=2")
+    platform.destroy_distributed()
+
+
+def test_only_the_newest_checkpoints_and_the_best_one_stay(train, tmp_path):
+    options = ["--checkpoint.interval=1", "--checkpoint.keep=1", "--evaluation.interval=1"]
+    run = train("alone", tmp_path / "run", *options)
+    rewards = {row["iteration"]: row["eval_reward"] for row in tiny.metrics_rows(run)}
+    best = max(rewards, key=rewards.get)
+    expected = sorted({f"step_{n:06d}" for n in (4, best)})
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == expected
 
 
 def test_a_run_without_a_checkpoint_cannot_be_resumed(train, tmp_path):
@@ -249,9 +302,9 @@ def test_weights_and_their_average_can_be_loaded_apart(recipe, straight, single_
 
 
 DAMAGES = {
-    "missing": r"checkpoint .*copy.*position\.json",
-    "not a checkpoint": r"checkpoint .*copy.*position\.json",
-    "truncated": r"checkpoint .*copy cannot be read; it is damaged",
+    "missing": r"checkpoint .*copy.*manifest\.json",
+    "not a checkpoint": r"checkpoint .*copy.*manifest\.json",
+    "truncated": r"checkpoint .*copy is damaged: .*distcp has 1000 bytes instead of",
     "of another model": r"checkpoint .*copy cannot be read; it is .*of another model",
     "without an average": r"checkpoint .*copy cannot be read; .*optimizer\.ema_decay",
 }
@@ -274,7 +327,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(train, tmp_path
         pytest.raises(RuntimeError, match=wanted),
     ):
         train("alone", run)
-    assert newest_checkpoint(run / "checkpoints") == run / "checkpoints" / "step_000002"
+    assert newest_valid(run / "checkpoints").checkpoint == run / "checkpoints" / "step_000002"
     platform.destroy_distributed()
 
 
