@@ -1,6 +1,7 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """`leangrpo plan`: every schedule on every layout of some GPUs, without a model or a rank."""
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -59,15 +60,30 @@ def _choose_or_why_not(
 
 def _layouts(config: RunConfig, work: Workload, gpu: Gpu, gpus: int) -> Sequence[tuple[int, int]]:
     """Tensor- and data-parallel sizes that heads, nodes and groups allow."""
-    heads, grpo = work.shape.heads, config.grpo
-    sizes = [
-        tp
-        for tp in range(1, min(gpus, gpu.per_node) + 1)
-        if heads % tp == 0 and gpus % tp == 0 and gpu.per_node % tp == 0
-    ]
-    layouts, refusal = [], None
-    for tp in sizes:
-        try:
+    layouts = _possible(config, work, gpu, gpus)
+    if not layouts:
+        below = next((n for n in range(gpus, 0, -1) if _possible(config, work, gpu, n)), None)
+        above = next(
+            (n for n in range(gpus, MOST_GPUS + 1) if _possible(config, work, gpu, n)), None
+        )
+        near = " or ".join(str(n) for n in (below, above) if n is not None)
+        grpo = config.grpo
+        raise ValueError(
+            f"--gpus = {gpus}: no tensor-parallel size that divides the {work.shape.heads} heads "
+            f"leaves data-parallel ranks among which {grpo.prompts_per_iteration} prompts x "
+            f"{grpo.group_size} samples in {grpo.updates_per_rollout} updates can be dealt; "
+            f"nearest valid: {near}"
+        )
+    return layouts
+
+
+def _possible(config: RunConfig, work: Workload, gpu: Gpu, gpus: int) -> list[tuple[int, int]]:
+    grpo, layouts = config.grpo, []
+    for tp in range(1, min(gpus, gpu.per_node) + 1):
+        # A tensor-parallel group stays inside a node.
+        if work.shape.heads % tp or gpus % tp or gpu.per_node % tp:
+            continue
+        with contextlib.suppress(ValueError):
             check_placement(
                 grpo.prompts_per_iteration,
                 grpo.group_size,
@@ -76,10 +92,6 @@ def _layouts(config: RunConfig, work: Workload, gpu: Gpu, gpus: int) -> Sequence
                 grpo.updates_per_rollout,
             )
             layouts.append((tp, gpus // tp))
-        except ValueError as error:
-            refusal = error
-    if not layouts:
-        raise ValueError(f"--gpus = {gpus}: no layout works. {refusal}")
     return layouts
 
 

@@ -56,7 +56,11 @@ def rank_memory(
         text_encoders=work.companions.text_encoders,
         codec=work.companions.codec,
         rewards=work.companions.rewards,
-        activations=peak_activations(work, batch, schedule, recompute, tp),
+        # The first iteration of jagg is exact, the later ones approximate.
+        activations=max(
+            peak_activations(work, batch, schedule, recompute, tp, approximated)
+            for approximated in (False, schedule == "jagg")
+        ),
     )
 
 
@@ -75,8 +79,7 @@ def peak_activations(
 ) -> int:
     """Highest bytes that tensors grow by in an iteration.
 
-    The first iteration of jagg is exact, so its peak is that of the schedule below; `approximated`
-    asks for the later ones.
+    `approximated` asks for an iteration of jagg after its first one, which is exact.
     """
     layout = work.layout(tp, recompute, batch.wave_size)
     graph = graph_memory(work.shape, layout, recompute)

@@ -1,0 +1,159 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""`leangrpo plan`, and `grpo.schedule = auto` in the commands that run something."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_leangrpo.config_reader import read_config, read_recipe
+from megatron_leangrpo.grpo import planning
+from megatron_leangrpo.grpo.commands import plan
+from megatron_leangrpo.planner import gpus
+from tests.grpo import tiny
+
+WAN = str(Path(__file__).parents[1] / "planner" / "wan_14b.yaml")
+FLUX = [
+    "--grpo.advantage=flow_grpo_group_std",
+    "--grpo.micro_batch_size=1",
+    "--grpo.updates_per_rollout=1",
+]
+
+
+def planned(recipe: str, *overrides: str, gpu: str = "h100-80gb", count: int = 32) -> str:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        plan(recipe, list(overrides), gpu, count)
+    return output.getvalue()
+
+
+def test_flux_at_512_keeps_its_graphs_on_h100_nodes(tmp_path):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        plan("flux_dev_flowgrpo", FLUX, "h100-80gb", 32, str(tmp_path / "plan.json"))
+    report = json.loads((tmp_path / "plan.json").read_text())
+    chosen = report["chosen"]
+    assert chosen["schedule"] == "retain"
+    assert f"chosen: retain on tensor parallel {chosen['tensor_model_parallel_size']}" in (
+        output.getvalue()
+    )
+    rows = report["candidates"]
+    assert {row["schedule"] for row in rows} == {"replay", "retain", "reweight", "jagg"}
+    # Every schedule on TP 1, 2, 4 and 8, with and without recomputation, each with a reason.
+    assert len(rows) == 4 * 4 * 2
+    assert all(row["reason"] for row in rows)
+    assert all(row["memory_bytes"]["total"] > 0 and row["seconds"]["total"] > 0 for row in rows)
+    assert [row for row in rows if row["chosen"]] == [chosen]
+    # What a reader sees is a part of it.
+    assert output.getvalue().count("TP ") < len(rows)
+
+
+def test_wan_14b_weighs_gradients_afterwards_at_tensor_parallel_8():
+    text = planned(WAN, count=64)
+    assert "14.29 B parameters, 480 x 832 x 81 frames = 32760 tokens, guided" in text
+    assert "chosen: reweight" in text
+    assert "parallel.tensor_model_parallel_size = 8, as configured: reweight" in text
+
+
+@pytest.mark.parametrize(
+    ("preset", "size"),
+    [("wan21_1.3b", "1.42 B"), ("wan22_a14b", "28.58 B"), ("wan22_5b", "5.00 B")],
+)
+def test_it_knows_the_other_wan_models(preset, size):
+    text = planned(WAN, f"--model.preset={preset}", "--grpo.group_size=64", count=1024)
+    assert f"{size} parameters" in text
+    assert "chosen: " in text
+    # 480 x 832 is 30 x 52 tokens of 16 pixels, or 15 x 26 of the 5B's 32.
+    assert f"= {8190 if preset == 'wan22_5b' else 32760} tokens" in text
+
+
+@pytest.mark.parametrize("gpu", [*gpus.PRESETS, gpus.HOST])
+def test_every_device_can_be_planned_for(gpu):
+    assert f"on 2 x {gpu}" in planned("flux_bench", gpu=gpu, count=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--gpu=h200"], ["--gpu = 'h200'", "valid: h100-80gb, h200-141gb", "host"]),
+        (["--gpus=0"], ["--gpus = 0", "valid: 1 to 1024"]),
+        (["--gpus=1025"], ["--gpus = 1025", "valid: 1 to 1024"]),
+        (["--gpus=7"], ["--gpus = 7", "nearest valid: 4 or 8"]),
+        (["--gpus=1"], ["no schedule fits into 73.3 GiB", "the least is", "Take a device"]),
+        (["--gpus=8", "--sampling.num_frames=80"], ["num_frames = 80", "77 or 81"]),
+        (["--json=no/such.json"], ["--json", "its directory does not exist"]),
+        (["--model.preset=wan_7b"], ["wan_7b", "wan21_14b"]),
+        (["--grpo.jagg_window=0"], ["grpo.jagg_window = 0", "1 or more"]),
+        (["--grpo.jagg_frac=1.5"], ["grpo.jagg_frac = 1.5", "between 0 and 1"]),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_one_line(leangrpo, arguments, parts):
+    leangrpo.refuses(parts, "plan", WAN, *arguments)
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "sample"])
+def test_a_family_without_a_model_is_planned_only(leangrpo, command):
+    leangrpo.refuses(["model.family = wan", "leangrpo plan", "valid here: flux"], command, WAN)
+
+
+def test_planning_loads_no_model_code():
+    program = (
+        "import sys, megatron_leangrpo.grpo.plan, megatron_leangrpo.models.flux.family;"
+        "print([n for n in ('megatron.core', 'diffusers', 'transformers') if n in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.stdout == "[]\n", result
+
+
+@pytest.fixture
+def recipe(tmp_path) -> str:
+    config = tiny.tiny_config(
+        tiny.write_prompts(tmp_path),
+        grpo={"schedule": "auto", "iterations": 1, "micro_batch_size": 1},
+    )
+    return tiny.write_recipe(config, tmp_path)
+
+
+def test_auto_becomes_a_schedule_in_everything_a_run_writes(leangrpo, recipe):
+    outcome = leangrpo("train", recipe, "--output=run")
+    assert outcome.status == 0, outcome.err
+    assert "chosen by auto with recomputation none: the fastest exact schedule" in outcome.out
+    assert [row["schedule"] for row in tiny.metrics_rows("run")] == ["retain"]
+    assert read_config(read_recipe("run/config.yaml"), []).grpo.schedule == "retain"
+
+
+def test_auto_follows_the_memory_of_the_device(recipe, monkeypatch):
+    config = read_config(read_recipe(recipe), [])
+    device = gpus.host()
+    everything = planning.all_candidates(
+        config,
+        planning.workload_of(config, planning.resolve_architecture(config)),
+        [(1, 1)],
+        device,
+    )
+    need = {(c.schedule, c.recompute): c.memory.total for c in everything}
+
+    def with_memory(size: int) -> tuple[str, str]:
+        small = dataclasses.replace(device, memory=size, reserve=0.0)
+        monkeypatch.setattr(planning, "_device", lambda ranks: small)
+        resolved, reason = planning.resolve_auto(config, 1)
+        assert reason
+        return resolved.grpo.schedule, resolved.model.recompute_granularity
+
+    assert with_memory(need["retain", "none"]) == ("retain", "none")
+    assert with_memory(need["retain", "none"] - 1) != ("retain", "none")
+    assert with_memory(need["replay", "full"]) == ("replay", "full")
+    with pytest.raises(ValueError, match="no schedule fits"):
+        with_memory(min(need.values()) - 1)
+
+
+def test_a_schedule_that_was_asked_for_stays(recipe):
+    config = read_config(read_recipe(recipe), ["--grpo.schedule=replay"])
+    assert planning.resolve_auto(config, 1) == (config, None)
