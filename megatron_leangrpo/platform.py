@@ -201,6 +201,21 @@ def _megatron_group(getter: str) -> dist.ProcessGroup | None:
     return getattr(parallel_state, getter)() if parallel_state.is_initialized() else None
 
 
+def from_first_rank(make: Callable[[], object]) -> object:
+    """What `make()` returns on rank 0, on every rank; a ValueError of it is raised on all."""
+    result: list[object] = [None]
+    if rank() == 0:
+        try:
+            result[0] = make()
+        except ValueError as error:
+            result[0] = error
+    if dist.is_initialized() and world_size() > 1:
+        dist.broadcast_object_list(result, src=0)
+    if isinstance(result[0], ValueError):
+        raise result[0]
+    return result[0]
+
+
 def group_size(group: dist.ProcessGroup | None) -> int:
     """Number of ranks; 1 for no group."""
     return 1 if group is None else group.size()

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_leangrpo.files import atomic_write
 from megatron_leangrpo.overlap.cost_model import (
@@ -26,6 +26,9 @@ from megatron_leangrpo.overlap.simulator import (
 )
 from megatron_leangrpo.overlap.timeline import save_timeline
 from megatron_leangrpo.reporting.console import Console
+
+if TYPE_CHECKING:
+    from megatron_leangrpo.overlap.choice import Choice, LayerShape
 
 _SWEEP = (2, 4, 8, 16, 32, 64)
 _COLUMNS = ["mode", "exposed ms", "end ms", "saved"]
@@ -169,6 +172,22 @@ def _calibrate(console: Console, path: str) -> None:
             "sum in the product": f"{calibration.sum_in_product_slowdown:.2f} x its time",
             "link": f"{link / 1e9:.3g} GB/s" if link else "not measured: one device",
         },
+    )
+
+
+def print_choices(console: Console, chosen: "Mapping[LayerShape, Choice]") -> None:
+    """What `overlap.mode=auto` has chosen for each shape of layer, and what it predicts."""
+    rows = []
+    for shape, choice in chosen.items():
+        flash = choice.flash
+        name = f"flash ({flash.pattern}, {flash.sub_slices})" if flash else "bulk"
+        exposed_us = [choice.exposed_seconds, choice.exposed_without]
+        layer = f"{shape.rows} x {shape.whole_features} x {shape.sharded_features}"
+        rows.append([layer, name, *(f"{seconds * 1e6:.0f}" for seconds in exposed_us)])
+    console.table(
+        ["tokens a rank x features", "collectives", "exposed us", "whole us"],
+        rows,
+        title="overlap.mode=auto: chosen by predicted time, forward and backward",
     )
 
 

@@ -9,7 +9,7 @@ collective, and none of them is cut.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from megatron_leangrpo import platform
 from megatron_leangrpo.overlap import collectives
+from megatron_leangrpo.overlap.choice import LayerShape, calibration_of_all_ranks, choose
 from megatron_leangrpo.overlap.cost_model import Flash
 from megatron_leangrpo.overlap.engine import (
     Exchange,
@@ -46,6 +47,15 @@ class LinearPlan:
     sum_dtype: torch.dtype | None = None
     """What a ring's running sum is kept and sent in; the dtype of the products by default."""
     weight_gradient: WeightGradient = _TO_AUTOGRAD
+    calibration: str | None = None
+    """Where given, `flash` is chosen by the cost model for the tokens of each call."""
+
+    def chosen(self, rows: int, whole: int, sharded: int, element_bytes: int) -> "LinearPlan":
+        """The plan for a slice of `rows` and the features that are whole and sharded."""
+        if self.calibration is None:
+            return self
+        shape = LayerShape(self.size, rows, whole, sharded, element_bytes)
+        return replace(self, flash=choose(self.calibration, shape).flash, calibration=None)
 
     @property
     def size(self) -> int:
@@ -66,10 +76,13 @@ class LinearPlan:
         return Exchange(transport, self.flash, layer)
 
 
-def prepare(group: dist.ProcessGroup | None) -> None:
-    """Make the communicators of a group; every process of the world must come to it."""
-    for purpose in (GATHER, SCATTER):
-        transport_of(group, purpose)
+def prepare(plan: LinearPlan) -> None:
+    """Connect the ranks of a layer; every process of the world must come to it."""
+    if plan.calibration is not None:
+        calibration_of_all_ranks(plan.calibration)
+    if plan.calibration is not None or plan.flash is not None:
+        for purpose in (GATHER, SCATTER):
+            transport_of(plan.group, purpose)
 
 
 def column_parallel(
@@ -79,6 +92,9 @@ def column_parallel(
     plan: LinearPlan,
 ) -> tuple[torch.Tensor, ...]:
     """One output for each weight `[features, h]`: the input is gathered once for all of them."""
+    rows = x.shape[:-1].numel()
+    rows = rows if plan.shards_tokens else -(-rows // plan.size)
+    plan = plan.chosen(rows, x.shape[-1], sum(len(w) for w in weights), x.element_size())
     return _ColumnParallel.apply(plan, x, *weights, *biases)
 
 
@@ -93,6 +109,9 @@ def row_parallel(
     Tokens that do not divide by the ranks are padded: under sequence parallelism the last ranks'
     shares then end in rows of the bias alone.
     """
+    rows = -(-inputs[0].shape[:-1].numel() // plan.size)
+    sharded = sum(x.shape[-1] for x in inputs)
+    plan = plan.chosen(rows, len(weights[0]), sharded, inputs[0].element_size())
     return _RowParallel.apply(plan, bias, *inputs, *weights)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from megatron_leangrpo.overlap.cost_model import Flash
 from megatron_leangrpo.overlap.schedule import PATTERNS
 
-MODES = ("off", "bulk", "flash")
+MODES = ("off", "bulk", "flash", "auto")
 
 
 @dataclass(frozen=True)
@@ -15,12 +15,15 @@ class OverlapSettings:
 
     mode: str = "off"
     """off: megatron's own linears; bulk: whole collectives beside whole products, in the backward
-    only; flash: slices travel beside products, forward and backward."""
+    only; flash: slices travel beside products, forward and backward; auto: bulk or flash, whichever
+    the cost model finds faster for a layer and its tokens."""
     pattern: str = "ring"
     """ring talks to neighbours (PCIe, several nodes); direct straight to the owner, and sums in
     float32."""
     sub_slices: int = 2
     """Parts a rank's slice is cut into; from 2 on a ring adds in the products themselves."""
+    calibration: str | None = None
+    """auto: the file of `leangrpo overlap measure --calibrate`."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -31,6 +34,11 @@ class OverlapSettings:
             )
         if not 1 <= self.sub_slices <= 16:
             raise ValueError(f"overlap.sub_slices is {self.sub_slices}; it must be from 1 to 16")
+        if self.mode == "auto" and self.calibration is None:
+            raise ValueError(
+                "overlap.mode is auto, which needs overlap.calibration: the file that "
+                "leangrpo overlap measure --calibrate FILE writes on this machine"
+            )
 
     @property
     def flash(self) -> Flash | None:

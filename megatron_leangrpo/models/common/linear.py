@@ -48,8 +48,8 @@ def name_linears(model: torch.nn.Module) -> None:
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear, JoinedRowParallelLinear)):
             module.layer_name = name
             plan = _overlap_plan(module.config, module.tp_group, name)
-            if plan is not None and plan.flash is not None:
-                prepare(plan.group)
+            if plan is not None:
+                prepare(plan)
 
 
 def _overlap_plan(
@@ -61,7 +61,12 @@ def _overlap_plan(
         return None
     weight_gradient = WeightGradient(fused=config.gradient_accumulation_fusion)
     return LinearPlan(
-        group, config.sequence_parallel, settings.flash, layer, weight_gradient=weight_gradient
+        group,
+        config.sequence_parallel,
+        settings.flash,
+        layer,
+        weight_gradient=weight_gradient,
+        calibration=settings.calibration if settings.mode == "auto" else None,
     )
 
 
