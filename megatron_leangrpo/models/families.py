@@ -28,10 +28,9 @@ class ModelFamily:
     """Architectures by name; keyword arguments override fields."""
     from_diffusers_config: Callable[..., TransformerSettings]
     """A `config.json` and overrides to a configuration."""
-    build: Callable[[Any], torch.nn.Module] | None
-    """A configuration to this rank's share of the model, weights unset; None can only be planned.
-    """
-    weight_rules: Callable[[Any], Sequence[Rule]] | None
+    build: Callable[[Any], torch.nn.Module]
+    """A configuration to this rank's share of the model, weights unset."""
+    weight_rules: Callable[[Any], Sequence[Rule]]
     """A configuration to the table of its weights: ours and diffusers'."""
     describe: Callable[[Any], str]
     """A configuration in a few words."""
@@ -39,6 +38,8 @@ class ModelFamily:
     """A configuration, image tokens and text tokens to sizes; None cannot be planned."""
     companions: Companions = field(default_factory=Companions)
     """The other parts of a pipeline as published."""
+    is_wired: bool = True
+    """Whether runs know its prompts and latents; otherwise it can only be planned."""
 
 
 def model_family(name: str) -> ModelFamily:
@@ -55,9 +56,9 @@ def find_preset(family: ModelFamily, name: str) -> Callable[..., Any]:
 
 def check_trainable(name: str) -> None:
     """Raise ``ValueError`` for a family that this version can only plan."""
-    if model_family(name).build is None:
-        valid = [family for family in _FAMILIES if model_family(family).build is not None]
+    if not model_family(name).is_wired:
+        valid = [family for family in _FAMILIES if model_family(family).is_wired]
         raise ValueError(
-            f"model.family = {name}: this version can plan its runs (leangrpo plan) but has no "
-            f"model of it yet; valid here: {', '.join(valid)}"
+            f"model.family = {name}: this version can plan its runs (leangrpo plan) but not train "
+            f"it yet; valid here: {', '.join(valid)}"
         )

@@ -8,6 +8,7 @@ full tensors; how a parameter is sharded is read from the attributes megatron pu
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -133,9 +134,10 @@ def full_shapes(model: torch.nn.Module, rules: Sequence[Rule]) -> dict[str, torc
 
 
 class RandomTensors(Mapping[str, torch.Tensor]):
-    """Tensors drawn when read, as torch initialises linears; norm weights are ones.
+    """Tensors drawn when read, as torch initialises linears and convolutions.
 
-    Each has a generator of its own, seeded by (seed, name).
+    Norms start as the identity; a table, which is no weight and no bias, is normal with variance
+    1 / width. Each tensor has a generator of its own, seeded by (seed, name).
     """
 
     def __init__(self, shapes: Mapping[str, torch.Size], seed: int) -> None:
@@ -143,13 +145,16 @@ class RandomTensors(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         shape = self._shapes[name]
-        weight_shape = self._shapes[name.removesuffix("bias").removesuffix("weight") + "weight"]
-        if len(weight_shape) == 1:
-            return torch.ones(shape)
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        bound = weight_shape[1] ** -0.5
-        return torch.empty(shape, device="cpu").uniform_(-bound, bound, generator=generator)
+        tensor = torch.empty(shape, device="cpu")
+        if not name.endswith(("weight", "bias")):
+            return tensor.normal_(std=shape[-1] ** -0.5, generator=generator)
+        weight_shape = self._shapes[name.removesuffix("bias").removesuffix("weight") + "weight"]
+        if len(weight_shape) == 1:
+            return tensor.fill_(1.0 if name.endswith("weight") else 0.0)
+        bound = math.prod(weight_shape[1:]) ** -0.5
+        return tensor.uniform_(-bound, bound, generator=generator)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)

@@ -1,2 +1,2 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""Wan: configuration and sizes; the model itself is not in this version."""
+"""Wan: configuration, model and weights."""

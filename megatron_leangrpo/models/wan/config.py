@@ -53,6 +53,11 @@ class WanConfig(TransformerSettings):
         return self.hidden_size // self.num_attention_heads
 
     @property
+    def transformer_folders(self) -> tuple[str, ...]:
+        """The folders of a diffusers pipeline that hold the weights, high noise first."""
+        return ("transformer", "transformer_2")[: self.experts]
+
+    @property
     def image_condition_tokens(self) -> int:
         """Tokens of a conditioning picture that are attended to beside the text."""
         return 0 if self.image_dim is None else IMAGE_CONDITION_TOKENS

@@ -1,9 +1,19 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""Wan as a model family, of which only the sizes are there."""
+"""Wan as a model family."""
+
+import torch
 
 from megatron_leangrpo.models.families import ModelFamily
 from megatron_leangrpo.models.wan.config import PRESETS, WanConfig, from_diffusers_config
 from megatron_leangrpo.models.wan.shape import PUBLISHED_COMPANIONS, wan_shape
+from megatron_leangrpo.models.wan.weight_map import weight_rules
+
+
+def _build(config: WanConfig) -> torch.nn.Module:
+    # megatron-core takes seconds to import, and planning needs none of it.
+    from megatron_leangrpo.models.wan.model import WanTransformer
+
+    return WanTransformer(config)
 
 
 def _describe(config: WanConfig) -> str:
@@ -15,9 +25,10 @@ FAMILY = ModelFamily(
     class_name="WanTransformer3DModel",
     presets=PRESETS,
     from_diffusers_config=from_diffusers_config,
-    build=None,
-    weight_rules=None,
+    build=_build,
+    weight_rules=weight_rules,
     describe=_describe,
     shape=wan_shape,
     companions=PUBLISHED_COMPANIONS,
+    is_wired=False,
 )
