@@ -41,9 +41,8 @@ def test_flux_at_512_keeps_its_graphs_on_h100_nodes(tmp_path):
     report = json.loads((tmp_path / "plan.json").read_text())
     chosen = report["chosen"]
     assert chosen["schedule"] == "retain"
-    assert f"chosen: retain on tensor parallel {chosen['tensor_model_parallel_size']}" in (
-        output.getvalue()
-    )
+    layout = f"on tensor parallel {chosen['tensor_model_parallel_size']} x data parallel"
+    assert "\nchosen: retain" in output.getvalue() and layout in output.getvalue()
     rows = report["candidates"]
     assert {row["schedule"] for row in rows} == {"replay", "retain", "reweight", "jagg"}
     # Every schedule on TP 1, 2, 4 and 8, with and without recomputation, each with a reason.
