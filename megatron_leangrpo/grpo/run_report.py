@@ -12,7 +12,7 @@ from megatron_leangrpo.grpo.evaluation import Evaluation
 from megatron_leangrpo.reporting.console import Console
 from megatron_leangrpo.reporting.curves import save_curves
 from megatron_leangrpo.reporting.metrics import MetricsWriter
-from megatron_leangrpo.reporting.pictures import Sample, save_before_after, save_grid
+from megatron_leangrpo.reporting.pictures import save_before_after, save_grid, save_panel
 from megatron_leangrpo.reporting.run_directory import RunDirectory
 from megatron_leangrpo.reporting.sentences import evaluation_line, final_line, iteration_line
 
@@ -27,7 +27,6 @@ class RunReport:
         self.verdict = "correct"
         self.metrics: MetricsWriter | None = None
         self.evaluations: dict[int, dict[str, Any]] = {}
-        self.before: list[Sample] | None = None
 
     def start(self, completed_iterations: int) -> None:
         """Open the files; a resumed run takes the evaluations so far from its summary."""
@@ -105,16 +104,18 @@ class RunReport:
 
     def _draw(self, iteration: int, evaluation: Evaluation) -> None:
         samples, folder = evaluation.samples, self.directory.samples
+        # In a file, because the run may be resumed before there is an after.
+        panel = folder / ".before_panel.png"
         title = f"{self.config.recipe}, evaluation after iteration {iteration}"
         save_grid(folder / f"step_{iteration:06d}.png", samples, title)
         if iteration == 0:
-            self.before = samples
+            save_panel(panel, samples)
             save_grid(folder / "before.png", samples, f"{self.config.recipe}, before")
         if iteration == self.config.grpo.iterations:
             save_grid(folder / "after.png", samples, f"{self.config.recipe}, after")
-            if self.before is not None:
+            if panel.is_file():
                 title = f"{self.config.recipe}: the same prompts and noise"
-                save_before_after(folder / "before_after.png", self.before, samples, title)
+                save_before_after(folder / "before_after.png", panel, samples, title)
 
     def _draw_curves(self) -> None:
         rewards = {

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from megatron_leangrpo.files import atomic_path, slug
@@ -15,6 +16,7 @@ from megatron_leangrpo.files import atomic_path, slug
 _PAPER, _INK, _FAINT, _GOOD = (255, 255, 255), (32, 33, 36), (120, 124, 130), (24, 128, 56)
 _MARGIN, _GAP = 16, 10
 _CAPTION, _TITLE, _HEADING = 12, 20, 15
+_CAPTION_KEY = "caption"
 _CELL_SMALLEST, _CELL_LARGEST = 96, 320
 
 
@@ -49,18 +51,27 @@ def save_grid(
     _save(path, _page(title, [("", _grid(samples, columns))]))
 
 
+def save_panel(path: str | os.PathLike[str], samples: Sequence[Sample]) -> None:
+    """Save one half of a comparison, its caption inside the file, until the other half is there."""
+    caption = PngInfo()
+    caption.add_text(_CAPTION_KEY, _mean(samples))
+    columns = _columns(len(samples), aspect=0.8)
+    with atomic_path(path) as temporary:
+        _grid(samples, columns).save(temporary, pnginfo=caption)
+
+
 def save_before_after(
     path: str | os.PathLike[str],
-    before: Sequence[Sample],
+    before: str | os.PathLike[str],
     after: Sequence[Sample],
     title: str,
-    columns: int | None = None,
 ) -> None:
-    """Save two grids of the same prompts and noise side by side."""
-    columns = columns or _columns(len(before), aspect=0.8)
+    """Save the panel `before` and a grid of the same prompts and noise side by side."""
+    with Image.open(before) as panel:
+        caption, panel = panel.info.get(_CAPTION_KEY, ""), panel.convert("RGB")
     panels = [
-        (f"before{_mean(before)}", _grid(before, columns)),
-        (f"after{_mean(after)}", _grid(after, columns)),
+        (f"before{caption}", panel),
+        (f"after{_mean(after)}", _grid(after, _columns(len(after), aspect=0.8))),
     ]
     _save(path, _page(title, panels))
 

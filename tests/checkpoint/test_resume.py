@@ -131,7 +131,7 @@ def assert_bitwise_equal(run: Path, straight: Path) -> None:
         for name in expected:
             assert torch.equal(own[name], expected[name]), (step, name)
     platform.destroy_distributed()
-    for name in ("before", "after", "step_000000", "step_000002", "step_000004"):
+    for name in ("before", "after", "before_after", "step_000000", "step_000002", "step_000004"):
         picture = f"samples/{name}.png"
         assert (run / picture).read_bytes() == (straight / picture).read_bytes(), name
 

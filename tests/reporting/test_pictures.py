@@ -12,6 +12,7 @@ from megatron_leangrpo.reporting.pictures import (
     save_before_after,
     save_grid,
     save_image,
+    save_panel,
 )
 
 HOSTILE = [
@@ -65,7 +66,8 @@ def test_a_grid_shows_every_sample(tmp_path, count):
 
 def test_before_and_after_stand_side_by_side(tmp_path):
     save_grid(tmp_path / "one.png", samples(40), "title", columns=5)
-    save_before_after(tmp_path / "two.png", samples(40), samples(40), "title")
+    save_panel(tmp_path / "before.png", samples(40))
+    save_before_after(tmp_path / "two.png", tmp_path / "before.png", samples(40), "title")
     one, two = Image.open(tmp_path / "one.png"), Image.open(tmp_path / "two.png")
     assert two.width > 1.9 * one.width
     assert abs(two.height - one.height) < 40
