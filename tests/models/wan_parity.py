@@ -76,8 +76,8 @@ def make_inputs(
     latents = normal(batch, tokens, channels)
     timestep = torch.rand(batch, *[tokens] * per_token, generator=generator)
     beside = 4 * (config.in_channels - config.out_channels)
-    # A prompt has tokens of all lengths. Of equal ones the gradient of the keys' bias is a difference
-    # of nearly equal numbers, to which diffusers' own float32 gives five digits.
+    # Were all tokens of one length, the gradients of the keys' biases would cancel almost to zero,
+    # and float32 would give them, here and in diffusers, less than five digits.
     lengths = torch.linspace(0.0, 2.0, TEXT_TOKENS)[:, None]
     prompt = Prompt(
         lengths * normal(batch, TEXT_TOKENS, config.joint_attention_dim),

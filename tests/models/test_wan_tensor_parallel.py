@@ -1,0 +1,165 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""Wan sharded over ranks against diffusers' own model and against one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_leangrpo import platform
+from megatron_leangrpo.models.common import transformer
+from megatron_leangrpo.models.common.weights import initialise
+from megatron_leangrpo.models.wan import model as wan_model
+from megatron_leangrpo.models.wan.config import WanConfig
+from megatron_leangrpo.models.wan.model import WanTransformer
+from megatron_leangrpo.models.wan.weight_map import weight_rules
+from tests.models.flux_parity import finalize_gradients, relative_l2, worst, wrap_data_parallel
+from tests.models.wan_parity import (
+    TOLERANCE,
+    Inputs,
+    gradients,
+    image_to_video,
+    load,
+    make_inputs,
+    reference,
+    text_to_video,
+    unpack,
+)
+
+# 45 tokens leave pads at 2 and 4 ranks, 16 leave none, and 5 leave a rank with pads alone.
+CASES = {
+    "odd": (text_to_video, {"grid": (3, 3, 5)}),
+    "even": (text_to_video, {"grid": (2, 2, 4)}),
+    "a rank of pads": (text_to_video, {"grid": (1, 1, 5)}),
+    "picture": (image_to_video, {"grid": (1, 3, 5)}),
+    "timesteps per token": (text_to_video, {"grid": (3, 3, 5), "per_token": True}),
+}
+# The longest side is that of 240 x 416 x 33: 9 x 15 x 26 = 3510 tokens, which leave 2 at 4 ranks.
+LONG = {"grid": (9, 15, 26), "batch": 1}
+WORLDS = pytest.mark.parametrize("ranks", [2, 4])
+
+Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+def _run(model: torch.nn.Module, inputs: Inputs) -> Result:
+    """Velocity, and full gradients under diffusers' names."""
+    wrapped = wrap_data_parallel(model)
+    wrapped.zero_grad_buffer()
+    velocity = wrapped(inputs.latents, inputs.timestep, inputs.prompt, inputs.grid)
+    velocity.backward(inputs.velocity_grad)
+    finalize_gradients(wrapped)
+    return velocity.detach(), gradients(wrapped)
+
+
+def _on_first(results: list[Result]) -> list[Result]:
+    return [(v, g if platform.rank() == 0 else {}) for v, g in results]
+
+
+def _sharded(config: WanConfig, ranks: int, sequence_parallel: bool) -> WanConfig:
+    return replace(config, tensor_model_parallel_size=ranks, sequence_parallel=sequence_parallel)
+
+
+def _float32(ranks: int, sequence_parallel: bool, weights: list[dict]) -> list[Result]:
+    platform.initialize_distributed(ranks)
+    results = []
+    for (make_config, options), tensors in zip(CASES.values(), weights):
+        model = WanTransformer(_sharded(make_config(), ranks, sequence_parallel))
+        load(model, tensors)
+        results.append(_run(model, make_inputs(make_config(), **options)))
+    return _on_first(results)
+
+
+@pytest.fixture(scope="module")
+def references():
+    return {
+        name: reference(make_config(), make_inputs(make_config(), **options))
+        for name, (make_config, options) in CASES.items()
+    }
+
+
+@WORLDS
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_sharded_model_matches_diffusers(run_ranks, references, ranks, sequence_parallel):
+    weights = [references[name]["weights"] for name in CASES]
+    results = run_ranks(ranks, _float32, ranks, sequence_parallel, weights)
+    for n, name in enumerate(CASES):
+        expected, grid = references[name], CASES[name][1]["grid"]
+        velocity, found = results[0][n]
+        assert relative_l2(unpack(velocity, grid), expected["velocity"]) < TOLERANCE, name
+        error, tensor = worst(found, expected["gradients"])
+        assert error < TOLERANCE, (name, tensor)
+        for rank in results[1:]:
+            assert torch.equal(rank[n][0], velocity), "ranks disagree on the velocity"
+
+
+def _float64(ranks: int, sequence_parallel: bool) -> list[Result]:
+    platform.initialize_distributed(ranks)
+    results = []
+    for make_config, options in CASES.values():
+        config = _sharded(make_config(params_dtype=torch.float64), ranks, sequence_parallel)
+        model = WanTransformer(config)
+        initialise(model, weight_rules(config), seed=5)
+        results.append(_run(model, make_inputs(config, **options).to(torch.float64)))
+    return _on_first(results)
+
+
+@WORLDS
+def test_float64_matches_one_rank_to_rounding(run_ranks, ranks):
+    alone = run_ranks(1, _float64, 1, False)[0]
+    sharded = run_ranks(ranks, _float64, ranks, True)[0]
+    for name, (velocity, found), (wanted, expected) in zip(CASES, sharded, alone):
+        assert velocity.dtype == torch.float64
+        assert relative_l2(velocity, wanted) < 1e-12, name
+        error, tensor = worst(found, expected)
+        assert error < 1e-12, (name, tensor)
+
+
+def _large_pads(x: torch.Tensor, length: int) -> torch.Tensor:
+    pads = torch.linspace(-1e6, 1e6, x[0].numel()).to(x.dtype).view_as(x[0])
+    return torch.cat((x, pads.expand(length - x.shape[0], *pads.shape)))
+
+
+def _pads_that_matter(ranks: int) -> list[str]:
+    """Names of the cases and tensors that change with what is in pad rows."""
+    platform.initialize_distributed(ranks)
+    changed = []
+    for name, (make_config, options) in CASES.items():
+        config = _sharded(make_config(), ranks, True)
+        model = WanTransformer(config)
+        initialise(model, weight_rules(config), seed=5)
+        inputs = make_inputs(config, **options)
+        velocity, expected = _run(model, inputs)
+        with (
+            mock.patch.object(transformer, "pad_tokens", _large_pads),
+            mock.patch.object(wan_model, "pad_tokens", _large_pads),
+        ):
+            other, found = _run(model, inputs)
+        changed += [] if torch.equal(other, velocity) else [name]
+        changed += [f"{name}: {n}" for n in expected if not torch.equal(found[n], expected[n])]
+    return changed
+
+
+@WORLDS
+def test_large_numbers_in_pad_rows_change_no_bit(run_ranks, ranks):
+    for changed in run_ranks(ranks, _pads_that_matter, ranks):
+        assert changed == []
+
+
+def _long_video(ranks: int) -> Result:
+    platform.initialize_distributed(ranks)
+    config = _sharded(text_to_video(num_layers=1), ranks, True)
+    model = WanTransformer(config)
+    initialise(model, weight_rules(config), seed=5)
+    return _on_first([_run(model, make_inputs(config, **LONG))])[0]
+
+
+def test_a_video_whose_tokens_four_ranks_do_not_divide(run_ranks):
+    wanted, expected = run_ranks(1, _long_video, 1)[0]
+    velocity, found = run_ranks(4, _long_video, 4)[0]
+    assert velocity.shape[1] == 3510
+    assert relative_l2(velocity, wanted) < TOLERANCE
+    error, tensor = worst(found, expected)
+    assert error < TOLERANCE, tensor
