@@ -64,3 +64,7 @@ def test_a_wrong_setting_is_named_with_what_would_be_valid(leangrpo):
     leangrpo.refuses(
         ["overlap.mode", "'flash'"], "train", "flux_tiny", "--dry-run", "--overlap.mode=fast"
     )
+    leangrpo.refuses(
+        ["overlap.mode is auto", "overlap.calibration"],
+        *("train", "flux_tiny", "--dry-run", "--overlap.mode=auto"),
+    )

@@ -67,7 +67,7 @@ def test_auto_needs_a_calibration():
         OverlapSettings("auto")
 
 
-def _auto(path: str) -> tuple[torch.Tensor, int]:
+def _auto(path: str) -> tuple[torch.Tensor, list]:
     platform.initialize_distributed(2)
     plan = LinearPlan(platform.tp_group(), True, None, "fc", calibration=path)
     prepare(plan)
@@ -75,16 +75,18 @@ def _auto(path: str) -> tuple[torch.Tensor, int]:
     (hidden,) = column_parallel(x, [torch.ones(128, 64)], [None], plan)
     out = row_parallel([hidden], [torch.ones(64, 128)], None, plan)
     out.sum().backward()
-    return torch.stack((out[0, 0], x.grad[0, 0])), len(choices())
+    return torch.stack((out[0, 0], x.grad[0, 0])), list(choices().values())
 
 
 def test_ranks_choose_alike_and_the_result_is_the_linear(run_ranks, tmp_path):
     path = tmp_path / "calibration.json"
-    CARD.save(path)
-    for values, chosen in run_ranks(2, _auto, str(path)):
-        assert torch.equal(values, torch.full((2, 64), 64.0 * 256))
-        # Both linears have one shape: 64 whole features, 128 sharded ones.
-        assert chosen == 1
+    # About as slow as a host, so that products are longer than messages.
+    dataclasses.replace(CARD, flops_per_second=2e10, link_bytes_per_second=1e9).save(path)
+    (values, chosen), other = run_ranks(2, _auto, str(path))
+    assert torch.equal(values, torch.full((2, 64), 64.0 * 256))
+    # Both linears have one shape: 64 whole features, 128 sharded ones.
+    assert len(chosen) == 1 and chosen[0].flash is not None
+    assert torch.equal(other[0], values) and other[1] == chosen
 
 
 def _without_a_link(path: str) -> str:
