@@ -6,6 +6,7 @@ import json
 import os
 import re
 import socket
+import weakref
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,6 +14,18 @@ from megatron_leangrpo.files import atomic_write
 
 _CONFIG = "config.yaml"
 _LOCK = ".lock"
+
+_held: weakref.WeakSet[IO[str]] = weakref.WeakSet()
+"""The locks of this process."""
+
+
+def _let_go_in_child() -> None:
+    """A forked helper would keep the lock of a run that was killed, and it could not be resumed."""
+    for lock in list(_held):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 class RunDirectory:
@@ -160,6 +173,7 @@ class RunDirectory:
         lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         lock.flush()
         self._lock = lock
+        _held.add(lock)
 
 
 def _refuse_occupied(directory: RunDirectory) -> None:

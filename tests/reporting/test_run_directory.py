@@ -123,3 +123,23 @@ def test_a_summary_is_valid_json_or_an_error(finished_run):
     with pytest.raises(ValueError):
         directory.write_summary({"eval_reward_after": float("nan")})
     assert json.loads(directory.summary.read_text()) == {"eval_reward_after": 0.5}
+
+
+def test_a_forked_helper_does_not_keep_the_lock_of_its_run(tmp_path):
+    """Megatron writes checkpoints in forks; they outlive a run that is killed for a moment."""
+    directory = RunDirectory.create(tmp_path / "run", "recipe")
+    directory.write_config("seed: 0\n")
+    starts, ends = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(ends[1])
+        os.write(starts[1], b"!")
+        os.read(ends[0], 1)
+        os._exit(0)
+    os.read(starts[0], 1)
+    directory.close()
+    RunDirectory.resume(tmp_path / "run").close()
+    os.close(ends[1])
+    os.waitpid(pid, 0)
+    for end in (*starts, ends[0]):
+        os.close(end)
