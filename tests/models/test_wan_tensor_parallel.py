@@ -16,6 +16,7 @@ from megatron_leangrpo.models.wan import model as wan_model
 from megatron_leangrpo.models.wan.config import WanConfig
 from megatron_leangrpo.models.wan.model import WanTransformer
 from megatron_leangrpo.models.wan.weight_map import weight_rules
+from megatron_leangrpo.overlap.settings import OverlapSettings
 from tests.models.flux_parity import finalize_gradients, relative_l2, worst, wrap_data_parallel
 from tests.models.wan_parity import (
     TOLERANCE,
@@ -93,6 +94,27 @@ def test_sharded_model_matches_diffusers(run_ranks, references, ranks, sequence_
         assert error < TOLERANCE, (name, tensor)
         for rank in results[1:]:
             assert torch.equal(rank[n][0], velocity), "ranks disagree on the velocity"
+
+
+def _overlapped(ranks: int, weights: dict) -> dict[tuple, Result]:
+    platform.initialize_distributed(ranks)
+    results = {}
+    for overlap in (OverlapSettings("bulk"), OverlapSettings("flash", "ring", 2)):
+        for recompute in ("none", "full"):
+            config = image_to_video(overlap=overlap, recompute_granularity=recompute)
+            model = WanTransformer(_sharded(config, ranks, True))
+            load(model, weights)
+            inputs = make_inputs(config, **CASES["picture"][1])
+            results[overlap.mode, recompute] = _on_first([_run(model, inputs)])[0]
+    return results
+
+
+def test_overlapped_collectives_match_diffusers(run_ranks, references):
+    expected, grid = references["picture"], CASES["picture"][1]["grid"]
+    for mode, (velocity, found) in run_ranks(2, _overlapped, 2, expected["weights"])[0].items():
+        assert relative_l2(unpack(velocity, grid), expected["velocity"]) < TOLERANCE, mode
+        error, tensor = worst(found, expected["gradients"])
+        assert error < TOLERANCE, (mode, tensor)
 
 
 def _float64(ranks: int, sequence_parallel: bool) -> list[Result]:

@@ -30,12 +30,8 @@ class Modulation(torch.nn.Module):
 
 
 def modulated_norm(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Layer normalisation of `[s, b, h]` without weights of its own, then scale and shift.
-
-    It is computed in the dtype of `shift` and `scale`, and rounded to that of `x` at the end.
-    """
-    normalised = F.layer_norm(x.to(shift.dtype), x.shape[-1:], eps=LAYER_NORM_EPS)
-    return torch.addcmul(shift, normalised, 1 + scale).to(x.dtype)
+    """Layer normalisation of `[s, b, h]` without weights of its own, then scale and shift."""
+    return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=LAYER_NORM_EPS), 1 + scale)
 
 
 def gated_residual(x: torch.Tensor, gate: torch.Tensor, update: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,49 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""Layer normalisation with weights of its own."""
+"""Layer normalisation in a dtype that may be wider than that of the tokens."""
 
 import torch
-import torch.nn.functional as F
 
 from megatron_leangrpo.models.common.modulation import LAYER_NORM_EPS
 
 
+def scaled_norm(
+    x: torch.Tensor, factor: torch.Tensor, shift: torch.Tensor, eps: float = LAYER_NORM_EPS
+) -> torch.Tensor:
+    """Layer normalisation of `x`, times `factor`, plus `shift`: vectors `[..., h]` that broadcast.
+
+    It is computed in the dtype of `factor` and `shift`, and rounded to that of `x` at the end.
+    """
+    return _ScaledNorm.apply(x, factor, shift, eps)
+
+
+class _ScaledNorm(torch.autograd.Function):
+    """Keeps `x` as it came for the backward; plain torch would keep two wide copies of it."""
+
+    @staticmethod
+    def forward(
+        ctx, x: torch.Tensor, factor: torch.Tensor, shift: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        wide = x.to(factor.dtype)
+        normalised, mean, inverse_std = torch.native_layer_norm(wide, x.shape[-1:], None, None, eps)
+        ctx.save_for_backward(x, factor, mean, inverse_std)
+        ctx.shift_shape = shift.shape
+        return torch.addcmul(shift, normalised, factor).to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, factor, mean, inverse_std = ctx.saved_tensors
+        wide, grad = x.to(factor.dtype), grad.to(factor.dtype)
+        shift_grad = grad.sum_to_size(ctx.shift_shape)
+        factor_grad = ((wide - mean) * inverse_std).mul_(grad).sum_to_size(factor.shape)
+        x_grad, _, _ = torch.ops.aten.native_layer_norm_backward(
+            grad * factor, wide, x.shape[-1:], mean, inverse_std, None, None, [True, False, False]
+        )
+        return x_grad.to(x.dtype), factor_grad, shift_grad, None
+
+
 class LayerNorm(torch.nn.Module):
-    """Computed in the dtype of its weights, and rounded to that of its input at the end."""
+    """Layer normalisation with weights of its own, in whose dtype it is computed."""
 
     def __init__(self, size: int, dtype: torch.dtype, eps: float = LAYER_NORM_EPS) -> None:
         super().__init__()
@@ -17,5 +52,4 @@ class LayerNorm(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.empty(size, dtype=dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(self.weight.dtype)
-        return F.layer_norm(wide, self.weight.shape, self.weight, self.bias, self.eps).to(x.dtype)
+        return scaled_norm(x, self.weight, self.bias, self.eps)

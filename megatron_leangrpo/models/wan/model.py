@@ -34,8 +34,8 @@ from megatron_leangrpo.models.common.linear import (
     name_linears,
 )
 from megatron_leangrpo.models.common.mlp import MLP
-from megatron_leangrpo.models.common.modulation import gated_residual, modulated_norm
-from megatron_leangrpo.models.common.norms import LayerNorm
+from megatron_leangrpo.models.common.modulation import gated_residual
+from megatron_leangrpo.models.common.norms import LayerNorm, scaled_norm
 from megatron_leangrpo.models.common.transformer import ShardedTransformer, applied_to_own_tokens
 from megatron_leangrpo.models.wan.config import PATCH, SINUSOID_WIDTH, WanConfig
 from megatron_leangrpo.models.wan.positions import video_table
@@ -187,9 +187,9 @@ class WanBlock(MegatronModule):
     ) -> torch.Tensor:
         shift1, scale1, gate1, shift2, scale2, gate2 = (self.modulation + e0).unbind(dim=-2)
 
-        x = gated_residual(x, gate1, self.self_attn(modulated_norm(x, shift1, scale1), table))
+        x = gated_residual(x, gate1, self.self_attn(scaled_norm(x, 1 + scale1, shift1), table))
         x = x + self.cross_attn(self.norm3(x), *context, tokens=table.shape[0])
-        return gated_residual(x, gate2, self.ffn(modulated_norm(x, shift2, scale2)))
+        return gated_residual(x, gate2, self.ffn(scaled_norm(x, 1 + scale2, shift2)))
 
 
 class SelfAttention(MegatronModule):
@@ -263,4 +263,4 @@ class Head(MegatronModule):
 
     def forward(self, x: torch.Tensor, e: torch.Tensor) -> torch.Tensor:
         shift, scale = (self.modulation + e.unsqueeze(-2)).unbind(dim=-2)
-        return self.linear(modulated_norm(x, shift, scale))
+        return self.linear(scaled_norm(x, 1 + scale, shift))
