@@ -3,6 +3,7 @@
 
 import os
 import re
+import shutil
 import unicodedata
 import uuid
 from collections.abc import Iterator
@@ -55,3 +56,47 @@ def slug(text: str, length: int = 40) -> str:
     """
     ascii_text = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     return re.sub(r"[^a-z0-9]+", "-", ascii_text.lower())[:length].strip("-")
+
+
+@contextmanager
+def replaced_folder(path: Path, replaceable: re.Pattern[str], setting: str) -> Iterator[Path]:
+    """Yield an empty folder beside `path` that takes its place when the block succeeds.
+
+    What is there already must be a folder of files whose names match `replaceable`; ``ValueError``
+    otherwise, before anything is written. If the block fails, what was there stays as it was; if
+    the process is killed, at the latest the next call restores it and clears up.
+    """
+    temporary, replaced = (path.with_name(f".{path.name}.{end}") for end in ("tmp", "old"))
+    if replaced.exists() and not path.exists():
+        replaced.rename(path)
+    check_replaceable(path, replaceable, setting)
+    for left_over in (temporary, replaced):
+        shutil.rmtree(left_over, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for file in temporary.iterdir():
+            sync_file(file)
+        sync_folder(temporary)
+        if path.exists():
+            path.rename(replaced)
+        temporary.rename(path)
+        sync_folder(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if replaced.exists() and not path.exists():
+            replaced.rename(path)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def check_replaceable(path: Path, replaceable: re.Pattern[str], setting: str) -> None:
+    """Raise ``ValueError`` where a folder holds what is not ours to replace."""
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise ValueError(f"{setting} = {path} is no folder; give the path of one")
+    foreign = sorted(p.name for p in path.glob("*") if not replaceable.fullmatch(p.name))
+    if foreign:
+        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+        raise ValueError(
+            f"{setting} = {path} holds {foreign[0]}{more}, which would be lost; give an empty or "
+            "new folder"
+        )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron_leangrpo.models.common.config import TransformerSettings
+from megatron_leangrpo.models.common.conversion import TensorInfo
 from megatron_leangrpo.models.common.shape import Companions, TransformerShape
 from megatron_leangrpo.models.common.weights import Rule
 
@@ -16,6 +17,21 @@ _FAMILIES = {
     "flux": "megatron_leangrpo.models.flux.family",
     "wan": "megatron_leangrpo.models.wan.family",
 }
+
+
+@dataclass(frozen=True)
+class OriginalLayout:
+    """The files of a model's authors, whose names and layout are not diffusers'."""
+
+    marker: str
+    """A tensor that tells them from diffusers'."""
+    weight_rules: Callable[[Any], Sequence[Rule]]
+    """A configuration to the table of its weights: ours and the authors'."""
+    diffusers_config: Callable[
+        [Mapping[str, TensorInfo], Mapping[str, Any]], tuple[dict[str, Any], list[str]]
+    ]
+    """Their tensors, and the `config.json` beside them or nothing, to diffusers' `config.json` and
+    what was assumed for it."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +50,21 @@ class ModelFamily:
     """A configuration to the table of its weights: ours and diffusers'."""
     describe: Callable[[Any], str]
     """A configuration in a few words."""
+    to_diffusers_config: Callable[[Any], dict[str, Any]]
+    """A configuration to the `config.json` with which diffusers builds the same architecture."""
+    original: OriginalLayout
+    """The authors' own files."""
     shape: Callable[[Any, int, int], TransformerShape] | None = None
     """A configuration, image tokens and text tokens to sizes; None cannot be planned."""
     companions: Companions = field(default_factory=Companions)
     """The other parts of a pipeline as published."""
     is_wired: bool = True
     """Whether runs know its prompts and latents; otherwise it can only be planned."""
+
+
+def family_names() -> list[str]:
+    """The names of all families."""
+    return list(_FAMILIES)
 
 
 def model_family(name: str) -> ModelFamily:

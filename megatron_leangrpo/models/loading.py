@@ -1,17 +1,16 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""Reads and writes diffusers transformer folders: JSON and safetensors, nothing unpickled."""
+"""Reads diffusers transformer folders: JSON and safetensors, nothing unpickled."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron_leangrpo.files import atomic_path, atomic_write
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from megatron_leangrpo.models.common.conversion import TensorInfo, TensorSource
 
 CONFIG = "config.json"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -21,18 +20,37 @@ WRAPPER_PREFIXES = ("_orig_mod.", "module.")
 GUIDANCE_TENSORS = "time_text_embed.guidance_embedder."
 
 
-def read_transformer_config(folder: str | Path, class_name: str = FLUX_CLASS) -> dict[str, Any]:
+# safetensors' names of dtypes.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+def read_transformer_config(
+    folder: str | Path, class_name: str = FLUX_CLASS, setting: str = "model.base"
+) -> dict[str, Any]:
     """The `config.json` of a transformer folder; ValueError if it is no `class_name`."""
     path = Path(folder) / CONFIG
     if not path.is_file():
         raise ValueError(
-            f"model.base: {path} does not exist; needed is a diffusers transformer folder with "
+            f"{setting}: {path} does not exist; needed is a diffusers transformer folder with "
             f"{CONFIG} and {WEIGHTS}"
         )
-    config = _read_json(path)
+    config = read_json(path, setting)
     found = config.get("_class_name")
     if found != class_name:
-        raise ValueError(f"model.base: {path} describes a {found}; this model needs a {class_name}")
+        raise ValueError(f"{setting}: {path} describes a {found}; this model needs a {class_name}")
     return config
 
 
@@ -46,109 +64,136 @@ def load_transformer_folder(
     """
     config = read_transformer_config(folder, class_name)
     weights = WeightFiles(Path(folder))
-    has_guidance = any(name.startswith(GUIDANCE_TENSORS) for name in weights)
+    check_guidance(config, weights, Path(folder) / CONFIG)
+    return config, weights
+
+
+def check_guidance(
+    config: Mapping[str, Any], names: Iterable[str], path: Path, setting: str = "model.base"
+) -> None:
+    """Raise ValueError where a FLUX has guidance in `config.json` alone, or in the file alone."""
+    has_guidance = any(name.startswith(GUIDANCE_TENSORS) for name in names)
     wants_guidance = bool(config.get("guidance_embeds", False))
-    if class_name == FLUX_CLASS and has_guidance != wants_guidance:
+    if config.get("_class_name") == FLUX_CLASS and has_guidance != wants_guidance:
         verb = "holds" if has_guidance else "holds no"
         consequence = "dropped" if has_guidance else "random"
         raise ValueError(
-            f"model.base: {Path(folder) / CONFIG} says guidance_embeds is "
+            f"{setting}: {path} says guidance_embeds is "
             f"{str(wants_guidance).lower()}, but the weight file {verb} {GUIDANCE_TENSORS}* "
             f"tensors; they would be {consequence}. Set guidance_embeds to "
             f"{str(has_guidance).lower()} or use the weights that belong to this configuration"
         )
-    return config, weights
 
 
-def save_transformer_folder(
-    folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
-) -> None:
-    """Write a folder that diffusers' `from_pretrained` reads; one process only.
+class WeightFiles(TensorSource):
+    """The tensors of a folder or a file by name; files are read on demand and none stays mapped."""
 
-    Each file is replaced when its successor is whole; shards of an older save are removed.
-    """
-    from safetensors.torch import save_file
-
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with atomic_path(folder / WEIGHTS) as temporary:
-        save_file(dict(tensors), temporary, metadata={"format": "pt"})
-    atomic_write(folder / CONFIG, json.dumps(dict(config), indent=2) + "\n")
-    stem = WEIGHTS.removesuffix(".safetensors")
-    for stale in (folder / INDEX, *folder.glob(f"{stem}-*-of-*.safetensors")):
-        stale.unlink(missing_ok=True)
-
-
-class WeightFiles(Mapping[str, "torch.Tensor"]):
-    """The tensors of a folder by name, on the CPU; files are memory-mapped and read on demand."""
-
-    def __init__(self, folder: Path) -> None:
-        self._handles: dict[Path, Any] = {}
+    def __init__(
+        self,
+        path: Path,
+        setting: str = "model.base",
+        wrappers: Sequence[str] = WRAPPER_PREFIXES,
+    ) -> None:
+        self._setting, self._wrappers = setting, wrappers
         self._file_of: dict[str, Path] = {}
-        single, index = folder / WEIGHTS, folder / INDEX
-        if single.is_file() and index.is_file():
-            raise ValueError(
-                f"model.base: {folder} holds both {WEIGHTS} and {INDEX}; remove the one that is "
-                "left over from an older save"
-            )
-        if index.is_file():
-            self._open_shards(index)
-        elif single.is_file():
-            self._file_of = dict.fromkeys(self._open(single).keys(), single)
+        self._infos: dict[str, TensorInfo] = {}
+        if path.is_file():
+            self._add_single(path) if path.suffix == ".safetensors" else self._add_shards(path)
         else:
-            raise ValueError(f"model.base: {folder} holds neither {WEIGHTS} nor {INDEX}")
+            self._add_folder(path)
         self._prefix = ""
         while prefix := self._common_wrapper():
             self._prefix += prefix
+        self._layout = {n.removeprefix(self._prefix): i for n, i in self._infos.items()}
+
+    def _add_folder(self, folder: Path) -> None:
+        single, index = folder / WEIGHTS, folder / INDEX
+        if single.is_file() and index.is_file():
+            raise ValueError(
+                f"{self._setting}: {folder} holds both {WEIGHTS} and {INDEX}; remove the one that "
+                "is left over from an older save"
+            )
+        if index.is_file():
+            self._add_shards(index)
+        elif single.is_file():
+            self._add_single(single)
+        else:
+            raise ValueError(f"{self._setting}: {folder} holds neither {WEIGHTS} nor {INDEX}")
 
     def _common_wrapper(self) -> str:
         """The prefix that saving a compiled or data-parallel module puts before every name."""
         first = next(iter(self._file_of), "").removeprefix(self._prefix)
-        prefix = next((p for p in WRAPPER_PREFIXES if first.startswith(p)), "")
+        prefix = next((p for p in self._wrappers if first.startswith(p)), "")
         is_common = all(name.startswith(self._prefix + prefix) for name in self._file_of)
         return prefix if is_common else ""
 
-    def _open_shards(self, index: Path) -> None:
-        weight_map = _read_json(index).get("weight_map")
+    def _add_single(self, path: Path) -> None:
+        self._infos = self._read_header(path)
+        self._file_of = dict.fromkeys(self._infos, path)
+
+    def _add_shards(self, index: Path) -> None:
+        weight_map = read_json(index, self._setting).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"model.base: {index} has no weight_map")
+            raise ValueError(f"{self._setting}: {index} has no weight_map")
+        headers: dict[Path, dict[str, TensorInfo]] = {}
         for name, file in weight_map.items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise ValueError(f"{self._setting}: {index} names {file!r}, which is no file name")
             path = index.parent / file
-            if path not in self._handles and not path.is_file():
-                raise ValueError(f"model.base: {path} does not exist, but {index.name} names it")
-            if name not in self._open(path).keys():  # noqa: SIM118 (a handle is no container)
-                raise ValueError(f"model.base: {path} holds no tensor {name}, as {index.name} says")
-            self._file_of[name] = path
-
-    def _open(self, path: Path) -> Any:
-        if path not in self._handles:
-            from safetensors import SafetensorError, safe_open
-
-            try:
-                self._handles[path] = safe_open(path, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
+            if path not in headers:
+                if not path.is_file():
+                    raise ValueError(
+                        f"{self._setting}: {path} does not exist, but {index.name} names it"
+                    )
+                headers[path] = self._read_header(path)
+            if name not in headers[path]:
                 raise ValueError(
-                    f"model.base: {path} is truncated or no safetensors file ({error}); "
-                    "fetch or write it again"
-                ) from error
-        return self._handles[path]
+                    f"{self._setting}: {path} holds no tensor {name}, as {index.name} says"
+                )
+            self._file_of[name], self._infos[name] = path, headers[path][name]
+
+    def _read_header(self, path: Path) -> dict[str, TensorInfo]:
+        from safetensors import SafetensorError, safe_open
+
+        infos = {}
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in file.keys():  # noqa: SIM118 (a handle is no container)
+                    tensor = file.get_slice(name)
+                    dtype = tensor.get_dtype()
+                    if dtype not in _DTYPES:
+                        raise ValueError(
+                            f"{self._setting}: {path}: tensor {name} has dtype {dtype}; convert "
+                            "the file to BF16, F16 or F32"
+                        )
+                    infos[name] = TensorInfo(tuple(tensor.get_shape()), _DTYPES[dtype])
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{self._setting}: {path} is truncated or no safetensors file ({error}); "
+                "fetch or write it again"
+            ) from error
+        return infos
+
+    @property
+    def layout(self) -> Mapping[str, TensorInfo]:
+        """Shape and dtype of every tensor."""
+        return self._layout
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        from safetensors import safe_open
+
         stored = self._prefix + name
-        return self._handles[self._file_of[stored]].get_tensor(stored)
-
-    def __iter__(self) -> Iterator[str]:
-        return (name.removeprefix(self._prefix) for name in self._file_of)
-
-    def __len__(self) -> int:
-        return len(self._file_of)
+        # A file that stays open stays mapped, and what was read of it counts as this process's.
+        with safe_open(self._file_of[stored], framework="pt", device="cpu") as file:
+            return file.get_tensor(stored)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, setting: str = "model.base") -> dict[str, Any]:
+    """The JSON object in a file; ValueError names the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"model.base: {path} is no readable JSON: {error}") from error
+        raise ValueError(f"{setting}: {path} is no readable JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"model.base: {path} holds no JSON object")
+        raise ValueError(f"{setting}: {path} holds no JSON object")
     return content

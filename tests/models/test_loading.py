@@ -21,8 +21,8 @@ from megatron_leangrpo.models.loading import (
     WEIGHTS,
     load_transformer_folder,
     read_transformer_config,
-    save_transformer_folder,
 )
+from megatron_leangrpo.models.saving import save_transformer_folder
 from tests.models.flux_parity import diffusers_model, small_config
 
 

@@ -3,8 +3,14 @@
 
 import torch
 
-from megatron_leangrpo.models.families import ModelFamily
-from megatron_leangrpo.models.flux.config import PRESETS, FluxConfig, from_diffusers_config
+from megatron_leangrpo.models.families import ModelFamily, OriginalLayout
+from megatron_leangrpo.models.flux import original
+from megatron_leangrpo.models.flux.config import (
+    PRESETS,
+    FluxConfig,
+    from_diffusers_config,
+    to_diffusers_config,
+)
 from megatron_leangrpo.models.flux.shape import PUBLISHED_COMPANIONS, flux_shape
 from megatron_leangrpo.models.flux.weight_map import weight_rules
 from megatron_leangrpo.models.loading import FLUX_CLASS
@@ -31,6 +37,12 @@ FAMILY = ModelFamily(
     build=_build,
     weight_rules=weight_rules,
     describe=_describe,
+    to_diffusers_config=to_diffusers_config,
+    original=OriginalLayout(
+        marker=original.MARKER,
+        weight_rules=original.weight_rules,
+        diffusers_config=original.diffusers_config,
+    ),
     shape=flux_shape,
     companions=PUBLISHED_COMPANIONS,
 )

@@ -3,8 +3,14 @@
 
 import torch
 
-from megatron_leangrpo.models.families import ModelFamily
-from megatron_leangrpo.models.wan.config import PRESETS, WanConfig, from_diffusers_config
+from megatron_leangrpo.models.families import ModelFamily, OriginalLayout
+from megatron_leangrpo.models.wan import original
+from megatron_leangrpo.models.wan.config import (
+    PRESETS,
+    WanConfig,
+    from_diffusers_config,
+    to_diffusers_config,
+)
 from megatron_leangrpo.models.wan.shape import PUBLISHED_COMPANIONS, wan_shape
 from megatron_leangrpo.models.wan.weight_map import weight_rules
 
@@ -28,6 +34,12 @@ FAMILY = ModelFamily(
     build=_build,
     weight_rules=weight_rules,
     describe=_describe,
+    to_diffusers_config=to_diffusers_config,
+    original=OriginalLayout(
+        marker=original.MARKER,
+        weight_rules=original.weight_rules,
+        diffusers_config=original.diffusers_config,
+    ),
     shape=wan_shape,
     companions=PUBLISHED_COMPANIONS,
     is_wired=False,

@@ -1,0 +1,217 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""A checkpoint of any format as full tensors under our names and under diffusers'."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpoints_tools.inputs import SafetensorsInput, find_input
+from checkpoints_tools.naming import listed, without_wrappers
+from checkpoints_tools.runs import run_transformer
+from megatron_leangrpo.checkpoint.store import damage
+from megatron_leangrpo.checkpoint.stored import StoredTensors
+from megatron_leangrpo.models.common.config import TransformerSettings
+from megatron_leangrpo.models.common.conversion import Converted, TensorInfo, TensorSource
+from megatron_leangrpo.models.common.weights import Rule, full_shapes, shard_dim
+from megatron_leangrpo.models.families import ModelFamily, family_names, model_family
+from megatron_leangrpo.models.loading import CONFIG, WeightFiles, check_guidance, read_json
+from megatron_leangrpo.models.saving import DTYPE_NAMES
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The weights of one transformer and its architecture, checked against each other."""
+
+    path: Path
+    format: str
+    """diffusers, original (the authors' files), or megatron."""
+    family_name: str
+    config: dict[str, Any]
+    """Diffusers' `config.json`."""
+    tensors: TensorSource
+    """As stored, without what other programs put before the names."""
+    step: int | None = None
+    """Finished iterations of a run's checkpoint."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def family(self) -> ModelFamily:
+        """The model family."""
+        return model_family(self.family_name)
+
+    @cached_property
+    def settings(self) -> TransformerSettings:
+        """The architecture; weights in the widest dtype that is stored."""
+        stored = {info.dtype for info in self.tensors.layout.values()} & set(DTYPE_NAMES)
+        dtype = reduce(torch.promote_types, stored) if stored else torch.float32
+        return self.family.from_diffusers_config(self.config, params_dtype=dtype)
+
+    @cached_property
+    def model(self) -> torch.nn.Module:
+        """The whole model without memory: names, shapes, and how each is cut."""
+        with torch.device("meta"):
+            return self.family.build(self.settings)
+
+    @property
+    def shard_dims(self) -> dict[str, int | None]:
+        """The dimension along which tensor parallelism cuts each parameter."""
+        return {name: shard_dim(p) for name, p in self.model.named_parameters()}
+
+    @property
+    def stored_rules(self) -> Sequence[Rule]:
+        """Our names and those of the file, whose side is diffusers' for a megatron checkpoint."""
+        rules = (
+            self.family.original.weight_rules
+            if self.format == "original"
+            else self.family.weight_rules
+        )
+        return rules(self.settings)
+
+    @cached_property
+    def ours(self) -> TensorSource:
+        """Full tensors under our names."""
+        if self.format == "megatron":
+            return self.tensors
+        return Converted(self.tensors, self.stored_rules, to_ours=True)
+
+    @cached_property
+    def theirs(self) -> TensorSource:
+        """Full tensors under diffusers' names."""
+        if self.format == "diffusers":
+            return self.tensors
+        return Converted(self.ours, self.family.weight_rules(self.settings), to_ours=False)
+
+    def check(self, setting: str) -> None:
+        """Raise ``ValueError`` unless every tensor of the model is there once, and no other."""
+        try:
+            model = self.model
+        except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+            raise ValueError(f"{setting}: the configuration of {self.path}: {error}") from error
+        if self.format == "megatron":
+            expected = {n: tuple(p.shape) for n, p in model.named_parameters()}
+        else:
+            shapes = full_shapes(model, self.stored_rules)
+            expected = {name: tuple(shape) for name, shape in shapes.items()}
+        layout = self.tensors.layout
+        wrong = [
+            (f"{len(names)} {what}", names)
+            for what, names in (
+                ("missing", expected.keys() - layout.keys()),
+                ("unknown", layout.keys() - expected.keys()),
+            )
+            if names
+        ]
+        misshapen = [
+            f"{name} is {layout[name].shape} instead of {shape}"
+            for name, shape in expected.items()
+            if name in layout and layout[name].shape != shape
+        ]
+        if misshapen:
+            wrong.append((f"{len(misshapen)} misshapen", misshapen))
+        narrow = [name for name, info in layout.items() if info.dtype not in DTYPE_NAMES]
+        if narrow:
+            dtype = str(layout[narrow[0]].dtype).removeprefix("torch.")
+            wrong.append((f"{len(narrow)} in {dtype}, not bfloat16, float16 or float32", narrow))
+        if wrong:
+            parts = "; ".join(f"{what} ({listed(names)})" for what, names in wrong)
+            raise ValueError(
+                f"{setting}: the tensors of {self.path} are not those of its {self.family_name}: "
+                f"{parts}"
+            )
+
+
+def open_checkpoint(
+    path: str | Path,
+    setting: str,
+    family_name: str | None = None,
+    average: bool = False,
+    verified: bool = True,
+) -> Checkpoint:
+    """Open a checkpoint of any format and check it; reads no weights except to compare checksums.
+
+    `verified` asks for checksums of a megatron checkpoint. ``ValueError`` for whatever is wrong.
+    """
+    found = find_input(Path(path), setting)
+    if isinstance(found, SafetensorsInput):
+        if average:
+            raise ValueError(f"--average: {path} is no checkpoint of a run and has no average")
+        checkpoint = _open_safetensors(found, setting, family_name)
+    else:
+        checkpoint = _open_megatron(found, setting, average, verified)
+    if family_name is not None and checkpoint.family_name != family_name:
+        raise ValueError(
+            f"--model = {family_name}: {checkpoint.path} is a {checkpoint.family_name}; give "
+            f"--model {checkpoint.family_name}"
+        )
+    checkpoint.check(setting)
+    return checkpoint
+
+
+def _open_safetensors(found: SafetensorsInput, setting: str, family_name: str | None) -> Checkpoint:
+    tensors, notes = without_wrappers(WeightFiles(found.weights, setting, wrappers=()))
+    family_name = _family_of(tensors.layout, found, setting) or family_name
+    if family_name is None:
+        raise ValueError(
+            f"{setting}: {found.config_path} does not exist; put it beside the weights"
+        )
+    family = model_family(family_name)
+    is_original = family.original.marker in tensors.layout
+    config = found.config
+    if config is None or config.get("_class_name") != family.class_name:
+        try:
+            config, assumed = family.original.diffusers_config(tensors.layout, config or {})
+        except (KeyError, ValueError) as error:
+            raise ValueError(
+                f"{setting}: {found.weights} does not tell the sizes of a {family_name} ({error}); "
+                "put the transformer's config.json beside it"
+            ) from error
+        notes += assumed
+    if not is_original:
+        check_guidance(config, tensors.layout, found.config_path, setting)
+    layout = "original" if is_original else "diffusers"
+    return Checkpoint(found.weights, layout, family_name, config, tensors, notes=notes)
+
+
+def _family_of(
+    layout: Mapping[str, TensorInfo], found: SafetensorsInput, setting: str
+) -> str | None:
+    """The family that the configuration or the authors' names tell, if any does."""
+    class_name = (found.config or {}).get("_class_name")
+    families = {name: model_family(name) for name in family_names()}
+    for name, family in families.items():
+        if class_name == family.class_name or family.original.marker in layout:
+            return name
+    if class_name is None:
+        return None
+    known = ", ".join(family.class_name for family in families.values())
+    raise ValueError(
+        f"{setting}: {found.config_path} describes a {class_name}; what can be converted: {known}"
+    )
+
+
+def _open_megatron(path: Path, setting: str, average: bool, verified: bool) -> Checkpoint:
+    tensors = StoredTensors(path, average)
+    wrong = damage(path) if verified else None
+    if wrong is not None:
+        raise ValueError(f"{setting}: checkpoint {path} is damaged: {wrong}")
+    if (path / CONFIG).is_file():
+        config = read_json(path / CONFIG, setting)
+        name = next(
+            (n for n in family_names() if model_family(n).class_name == config.get("_class_name")),
+            None,
+        )
+        if name is None:
+            raise ValueError(
+                f"{setting}: {path / CONFIG} describes a {config.get('_class_name')}, which is no "
+                f"model of this program"
+            )
+    else:
+        name, config = run_transformer(path, setting)
+    step = tensors.manifest.iteration or None
+    return Checkpoint(path, "megatron", name, config, tensors, step)
