@@ -14,6 +14,9 @@ class ModelConfig:
     base: str | None = None
     """Base model: a diffusers pipeline folder, or the name of an embedded base
     (flux_digits, flux_shapes)."""
+    weights: str | None = None
+    """Transformer weights in place of the base's: a megatron checkpoint that
+    `python -m checkpoints_tools import` has made, or RUN/checkpoints/step_N of a run."""
     preset: str | None = None
     """Architecture by name (flux_dev, flux_slice, flux_tiny, flux_bench; wan21_1.3b, wan21_14b,
     wan21_i2v_14b, wan22_a14b, wan22_5b, wan_tiny), with random weights when no base is given."""
@@ -130,7 +133,7 @@ class GrpoConfig:
     schedule: Literal["auto", "replay", "retain", "reweight", "jagg"] = "retain"
     """How the gradient of the first update is evaluated. replay, retain and reweight give the same
     number, jagg an approximation with fewer backwards; auto takes the fastest of the exact ones
-    that fits into memory."""
+    that fits into memory, and decides model.recompute_granularity with it."""
     jagg_on: Literal["replay", "retain", "reweight"] = "retain"
     """Which schedule's graphs jagg works on."""
     jagg_window: int = 3

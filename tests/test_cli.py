@@ -285,7 +285,7 @@ def test_train_resume_and_sample(leangrpo, recipe):
     assert (outcome.status, outcome.err) == (0, "")
     assert "step_000002" in outcome.out
     assert len(list(Path("pictures/samples").glob("0*.png"))) == 2
-    leangrpo.refuses(["no readable position.json"], "sample", recipe, "--checkpoint=pictures")
+    leangrpo.refuses(["no readable manifest.json"], "sample", recipe, "--checkpoint=pictures")
 
 
 def test_compare_writes_its_table_and_its_gradient(leangrpo, recipe):

@@ -30,7 +30,7 @@ class TrainedStep:
 
 @dataclass
 class Window:
-    """Consecutive trained steps that share one backward; a window of one step is the rule.
+    """Consecutive trained steps that share their backwards; a window of one step is the rule.
 
     The model is differentiated at the ends alone. jagg makes windows of more than two steps.
     """

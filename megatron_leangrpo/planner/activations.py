@@ -32,7 +32,7 @@ class GraphMemory:
     peak: int
     """Highest point of the backward, what is held included."""
     joint_peak: int
-    """Highest point of one backward of two graphs, both held included."""
+    """Highest point of one backward of two graphs (of guidance), both held included."""
     without: int
     """Highest point of a forward without a graph."""
 

@@ -86,9 +86,6 @@ def peak_activations(
     graphs = graphs_held(work, batch, schedule, approximated)
     # Two forwards of one velocity, where guidance runs so, share one backward.
     peak = _backward_peak(graph, graphs, work.forwards)
-    if schedule == "jagg" and approximated and windows(work)[0]:
-        exact = _exact_tail(work) * work.forwards if base_of(work, schedule) == "retain" else 0
-        peak = max(peak, _backward_peak(graph, graphs - exact, 2 * work.forwards))
     if work.kl:
         # The reference model runs while the graphs are there.
         peak = max(peak, graphs * graph.held + graph.without)
@@ -98,11 +95,12 @@ def peak_activations(
 def graphs_held(work: Workload, batch: Batch, schedule: str, approximated: bool = False) -> int:
     """Graphs of forwards alive at the highest point."""
     base = base_of(work, schedule)
-    is_joint = schedule == "jagg" and approximated and windows(work)[0] > 0
+    has_windows = schedule == "jagg" and approximated and windows(work)[0] > 0
     if base != "retain":
-        return (2 if is_joint else 1) * work.forwards
+        # Those of both ends of a window are there before the backward of the later one starts.
+        return (2 if has_windows else 1) * work.forwards
     steps = work.trained_steps_of(batch.wave_size)
-    if is_joint:
+    if has_windows:
         steps = backwards(work, batch.wave_size)
     return batch.graphs_in_flight * math.ceil(steps) * work.forwards
 
@@ -112,12 +110,6 @@ def _backward_peak(graph: GraphMemory, graphs: int, together: int) -> int:
     if together == 1:
         return (graphs - 1) * graph.held + graph.peak
     return (graphs - 2) * graph.held + graph.joint_peak
-
-
-def _exact_tail(work: Workload) -> int:
-    """Steps after the last window that jagg could approximate; their backwards run first."""
-    rest = work.trained_steps % work.jagg.window
-    return rest if rest < 3 else 0
 
 
 def windows(work: Workload) -> tuple[int, int]:

@@ -82,7 +82,7 @@ class Schedule(ABC):
         loss: Callable[[torch.Tensor, TrainedStep], torch.Tensor],
         retain_graph: bool = False,
     ) -> None:
-        """Run the joint backward of a window.
+        """Run the backwards of a window's ends, the last one first.
 
         `velocities` are those of its ends, graphs attached; `loss(velocity, step)` is `[b]`.
         Between the ends the rollout's velocity counts, which on-policy is the policy's.
@@ -94,9 +94,10 @@ class Schedule(ABC):
             leaf = velocity.detach().requires_grad_()
             weighted = loss(leaf, step).sum() * self.scale
             cotangents += torch.autograd.grad(weighted, leaf)
-        torch.autograd.backward(
-            velocities, interpolate(window, cotangents), retain_graph=retain_graph
-        )
+        # One by one: in a common backward every weight's gradient of one graph would wait for that
+        # of the other, a whole copy of the gradient in the end.
+        for velocity, cotangent in reversed(list(zip(velocities, interpolate(window, cotangents)))):
+            torch.autograd.backward(velocity, cotangent, retain_graph=retain_graph)
 
     def _replayed(self, trajectory: WaveTrajectory, window: Window) -> list[torch.Tensor]:
         """Run the forwards of a window's ends again, with gradients."""

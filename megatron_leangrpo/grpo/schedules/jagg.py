@@ -1,5 +1,5 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""JAGG: the W backwards of a window of consecutive steps become one joint backward of its two ends.
+"""JAGG: the W backwards of a window of consecutive steps become those of its two ends.
 
 Between the first step a and the last step b the Jacobian of the velocity is taken as linear in
 sigma. With lambda_k = (sigma_a - sigma_k) / (sigma_a - sigma_b) and c_k the gradient of the loss
