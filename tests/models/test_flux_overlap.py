@@ -51,7 +51,10 @@ def _velocities_and_gradients(ranks: int, weights: dict) -> dict:
     results = {}
     cases = itertools.product(OVERLAPS, (True, False), ("none", "full"))
     for overlap, sequence_parallel, recompute in cases:
-        if recompute == "full" and overlap != OVERLAPS[2]:
+        if recompute == "full" and (ranks > 2 or overlap != OVERLAPS[2]):
+            continue
+        # Two ranks run everything; four add only what more ranks can break.
+        if ranks > 2 and overlap not in OVERLAPS[2:]:
             continue
         model = _model(ranks, sequence_parallel, overlap, recompute_granularity=recompute)
         load_diffusers_state_dict(model, weights)
