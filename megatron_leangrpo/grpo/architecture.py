@@ -3,12 +3,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 
 from megatron_leangrpo import platform
+from megatron_leangrpo.checkpoint.starting import check_architecture, check_tensors, find_weights
+from megatron_leangrpo.checkpoint.training import load_weights
 from megatron_leangrpo.config import RunConfig
 from megatron_leangrpo.grpo.assets import resolve_asset
 from megatron_leangrpo.models.common.config import TransformerSettings
@@ -23,7 +25,7 @@ from megatron_leangrpo.models.common.weights import (
     unwrapped,
 )
 from megatron_leangrpo.models.families import ModelFamily, find_preset, model_family
-from megatron_leangrpo.models.loading import load_transformer_folder
+from megatron_leangrpo.models.loading import load_transformer_folder, read_transformer_config
 from megatron_leangrpo.overlap.settings import OverlapSettings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -41,15 +43,21 @@ class Architecture:
     guidance_scale: float | None
     """None for a model that takes no guidance."""
     seed: int
+    weights: Path | None = None
+    """Checkpoint whose weights replace those of the base."""
 
     def build_model(self, device: torch.device) -> torch.nn.Module:
-        """Build this rank's share of the transformer and fill it with the base's weights.
+        """Build this rank's share of the transformer and fill it with weights (a collective).
 
-        Random weights depend on the seed alone, so that every layout starts from the same model.
+        They are those of `weights`, or the base's, or random: these depend on the seed alone, so
+        that every layout starts from the same model.
         """
         with torch.device(device):
             model = self.family.build(self.config)
-        if self.base is None:
+        if self.weights is not None:
+            self.check_weights()
+            load_weights(self.weights, model, average=False)
+        elif self.base is None:
             initialise(model, self.weight_rules, self.seed)
         else:
             load_full_tensors(model, self.weight_rules, self._tensors())
@@ -60,8 +68,10 @@ class Architecture:
         return full_tensors(unwrapped(model), self.weight_rules, gradient_of)
 
     def check_weights(self) -> None:
-        """Raise ``ValueError`` where the base's tensors are not those of the model, by name."""
-        if self.base is not None:
+        """Raise ``ValueError`` where the stored tensors are not those of the model, by name."""
+        if self.weights is not None:
+            check_tensors(self.weights, self.on_meta)
+        elif self.base is not None:
             check_names(self.on_meta, self.weight_rules, self._tensors())
 
     @cached_property
@@ -109,12 +119,20 @@ def resolve_architecture(config: RunConfig, needs_weights: bool = True) -> Archi
             "folder (with transformer/, vae/, text_encoder/ ...) or the name of an embedded base "
             "(flux_digits, flux_shapes)"
         )
+    weights = None if model.weights is None else find_weights(model.weights)
     if base is not None:
-        published, _ = load_transformer_folder(base / "transformer", family.class_name)
+        folder = base / "transformer"
+        if weights is None:
+            published, _ = load_transformer_folder(folder, family.class_name)
+        else:
+            published = read_transformer_config(folder, family.class_name)
         architecture = family.from_diffusers_config(published, **overrides)
     elif preset is not None:
         architecture = preset(**overrides)
     else:
         raise ValueError("model.base is not set; give a diffusers pipeline folder")
+    if weights is not None:
+        from_config = partial(family.from_diffusers_config, **overrides)
+        check_architecture(weights, architecture, family.class_name, from_config)
     guidance = model.guidance_scale if architecture.guidance_embeds else None
-    return Architecture(family, architecture, base, guidance, config.seed)
+    return Architecture(family, architecture, base, guidance, config.seed, weights)

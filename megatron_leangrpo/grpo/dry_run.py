@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_leangrpo.conditioning.prompts import Prompt, PromptSampler
 from megatron_leangrpo.config import RunConfig
 from megatron_leangrpo.grpo.architecture import Architecture, resolve_architecture
 from megatron_leangrpo.grpo.config_checks import check_training
 from megatron_leangrpo.grpo.experiment import check_schedule, objective_config
 from megatron_leangrpo.grpo.inputs import check_parts, check_prompts, latent_geometry, read_prompts
-from megatron_leangrpo.grpo.placement import check_placement
+from megatron_leangrpo.grpo.placement import Group, check_placement, place
 from megatron_leangrpo.grpo.planning import resolve_auto
 from megatron_leangrpo.grpo.rollout import RolloutSettings
+from megatron_leangrpo.grpo.routing import saved_backwards
 from megatron_leangrpo.platform import check_tensor_model_parallel_size
 from megatron_leangrpo.reporting.console import Console
 from megatron_leangrpo.reporting.sentences import byte_size
@@ -39,8 +41,8 @@ class CheckedRun:
     architecture: Architecture
     image_tokens: int
     grid: tuple[int, int]
-    trained_steps: int
-    prompts: int
+    settings: RolloutSettings
+    prompts: list[Prompt]
 
 
 def check_run(config: RunConfig, world_size: int, needs_weights: bool = True) -> CheckedRun:
@@ -63,7 +65,7 @@ def check_run(config: RunConfig, world_size: int, needs_weights: bool = True) ->
     prompts, evaluation_prompts = read_prompts(config)
     reward = build_reward(config.reward.weights, config.reward.failure_policy)
     check_prompts(config, reward, prompts, evaluation_prompts)
-    return CheckedRun(architecture, shape[0], grid, settings.selector.num_trained(0), len(prompts))
+    return CheckedRun(architecture, shape[0], grid, settings, prompts)
 
 
 def check_and_describe(
@@ -84,6 +86,10 @@ def check_and_describe(
     config, reason = resolve_auto(config, world)
     check_schedule(config.grpo.schedule, config.grpo)
     architecture, grid = checked.architecture, checked.grid
+    trained_steps = checked.settings.selector.num_trained(0)
+    left_out = 0.0
+    if config.grpo.schedule == "jagg":
+        left_out = _backwards_left_out(config, checked, world // tp)
     facts = {
         "model": _describe_model(config, architecture),
         "layout": f"{world} rank{'s' if world > 1 else ''}: tensor parallel {tp}, "
@@ -92,11 +98,11 @@ def check_and_describe(
         f"{checked.image_tokens} image tokens ({grid[0]} x {grid[1]}) + "
         f"{config.model.max_text_tokens} text "
         "tokens",
-        "steps": f"{config.sampling.num_steps}, of which {checked.trained_steps} are "
+        "steps": f"{config.sampling.num_steps}, of which {trained_steps} are "
         f"trained ({config.sampling.step_selection}), kernel {config.sampling.kernel}",
         "iteration": describe_batch(config, world // tp),
-        "prompts": f"{checked.prompts} in {config.prompts.train}",
-        "schedule": _describe_schedule(config, checked.trained_steps, reason),
+        "prompts": f"{len(checked.prompts)} in {config.prompts.train}",
+        "schedule": _describe_schedule(config, trained_steps, left_out, reason),
     }
     if dry_run:
         sizes = rank_bytes(config, architecture, world // tp)
@@ -104,7 +110,52 @@ def check_and_describe(
         parts = ", ".join(f"{n} {byte_size(v)}" for n, v in dataclasses.asdict(sizes).items() if v)
         facts["bytes a rank"] = f"{byte_size(total)} before activations ({parts})"
     console.facts(f"{config.recipe}", facts)
+    if config.grpo.schedule == "jagg" and not left_out:
+        console.warning(_why_nothing_is_left_out(config))
     return config
+
+
+def _backwards_left_out(config: RunConfig, checked: CheckedRun, dp_size: int) -> float:
+    """Share of the backwards that jagg leaves out in the waves of a first iteration."""
+    grpo, sampler = (
+        config.grpo,
+        PromptSampler(checked.prompts, config.grpo.prompts_per_iteration, config.seed),
+    )
+    groups = [Group(n, prompt) for n, prompt in enumerate(sampler.batch(0))]
+    placement = place(
+        groups,
+        grpo.group_size,
+        dp_rank=0,
+        dp_size=dp_size,
+        placement=grpo.placement,
+        micro_batch_size=grpo.micro_batch_size,
+        updates=grpo.updates_per_rollout,
+        seed=config.seed,
+    )
+    waves = [checked.settings.plans(w, 0) for w in placement.waves if w.minibatch == 0]
+    return saved_backwards(waves, grpo.jagg_window, grpo.jagg_frac)
+
+
+def _why_nothing_is_left_out(config: RunConfig) -> str:
+    """Say why jagg would be exact and save nothing, and what would change that."""
+    sampling, grpo = config.sampling, config.grpo
+    what = "grpo.schedule = jagg leaves out no backward here: "
+    if grpo.jagg_window < 3 or grpo.jagg_frac == 0:
+        return what + "it needs grpo.jagg_window of 3 or more and grpo.jagg_frac above 0"
+    if sampling.step_selection == "random_fraction" and sampling.block_size is None:
+        return what + (
+            "sampling.step_selection = random_fraction draws single steps; set "
+            f"sampling.block_size = {grpo.jagg_window} to draw consecutive ones"
+        )
+    if sampling.step_selection in ("window", "random_fraction") and grpo.micro_batch_size > 1:
+        return what + (
+            f"micro-batches of {grpo.micro_batch_size} mix trajectories that train different "
+            "steps; set sampling.selection_scope = iteration, or a smaller grpo.micro_batch_size"
+        )
+    return what + (
+        "no window of 3 or more steps is among the trained ones, or grpo.jagg_frac = "
+        f"{grpo.jagg_frac} rounds to none"
+    )
 
 
 def rank_bytes(config: RunConfig, architecture: Architecture, dp_size: int) -> RankBytes:
@@ -147,26 +198,37 @@ def _describe_model(config: RunConfig, architecture: Architecture) -> str:
         source = f"{config.model.base} (not on this machine, sizes of preset {preset})"
     else:
         source = f"preset {config.model.preset}, random weights"
+    if architecture.weights:
+        source = f"{source.removesuffix(', random weights')}, weights of {architecture.weights}"
     return (
         f"{source}: {architecture.count_parameters():,} parameters, "
         f"{architecture.family.describe(architecture.config)}, {config.model.dtype}"
     )
 
 
-def _describe_schedule(config: RunConfig, trained: int, reason: str | None) -> str:
+def _describe_schedule(config: RunConfig, trained: int, left_out: float, reason: str | None) -> str:
     """Say what the schedule can save here, counted in forwards (a backward is two).
 
-    `reason` is why `auto` chose it.
+    `left_out` is the share of the backwards that jagg saves, `reason` why `auto` chose a schedule.
     """
     steps, updates = config.sampling.num_steps, config.grpo.updates_per_rollout
     recomputed = 1 if config.model.recompute_granularity == "full" else 0
     replay = steps + (3 + recomputed) * trained
-    text = config.grpo.schedule
-    if text != "replay":
-        saved = trained / updates
-        if text == "reweight" and config.grpo.kl_beta > 0:
-            # The KL term needs a backward of its own.
-            saved -= 2 * trained / updates
+    text = schedule = config.grpo.schedule
+    if schedule == "jagg":
+        schedule = config.grpo.jagg_on
+        text = f"jagg on {schedule}, {left_out:.0%} of the backwards left out"
+    backwards = trained / updates * (1 - left_out)
+    saved = trained / updates * left_out * (2 + recomputed)
+    if schedule == "replay":
+        # A backward that is left out needs no forward again either.
+        saved += trained / updates * left_out
+    else:
+        saved += trained / updates
+    if schedule == "reweight" and config.grpo.kl_beta > 0:
+        # The KL term needs a backward of its own.
+        saved -= 2 * backwards
+    if saved:
         text += f", at most {replay / (replay - saved):.2f} times replay's speed"
     if reason is not None:
         recompute = config.model.recompute_granularity

@@ -9,7 +9,7 @@ graph.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,22 @@ from megatron_leangrpo.grpo.trajectory import WaveTrajectory
 
 Position = tuple[int, int]
 """First step and number of steps of a window."""
+
+
+def saved_backwards(waves: Iterable[Sequence[StepPlan]], size: int, frac: float) -> float:
+    """Share of the backwards of some waves that jagg leaves out once it has scores."""
+    steps = saved = 0
+    positions: set[Position] = set()
+    for plans in waves:
+        for window in consecutive_windows(plans, size):
+            rows = sum(window[0] in plan.trained for plan in plans)
+            steps += rows * len(window)
+            if len(window) > 2:
+                positions.add((window[0], len(window)))
+                saved += rows * (len(window) - 2)
+    if not positions:
+        return 0.0
+    return saved / steps * math.floor(frac * len(positions) + 0.5) / len(positions)
 
 
 class WindowRouter:

@@ -88,6 +88,50 @@ def _train(recipe: str, overrides: list[str]) -> str:
     return output.getvalue()
 
 
+CONSECUTIVE = [
+    "--sampling.step_selection=first_fraction",
+    "--sampling.timestep_fraction=0.99",
+    "--sampling.selection_scope=null",
+    "--grpo.jagg_frac=1",
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gain"),
+    [
+        # 61 forwards for replay, 16 + 3 * 15; jagg has 28 = 16 + 4 * 3, on replay 34 = 16 + 6 * 3.
+        ([*CONSECUTIVE, "--grpo.jagg_window=5"], "60% of the backwards left out, at most 2.18"),
+        (
+            [*CONSECUTIVE, "--grpo.jagg_window=5", "--grpo.jagg_on=replay"],
+            "60% of the backwards left out, at most 1.79",
+        ),
+        (
+            [*CONSECUTIVE, "--grpo.jagg_window=5", "--model.recompute_granularity=full"],
+            "60% of the backwards left out, at most 2.24",
+        ),
+        # Three of five windows of three.
+        ([*CONSECUTIVE, "--grpo.jagg_frac=0.5"], "20% of the backwards left out, at most 1.52"),
+    ],
+)
+def test_it_says_what_jagg_leaves_out(overrides, gain):
+    assert gain in dry_run("flux_bench", "--grpo.schedule=jagg", *overrides)["schedule"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "why"),
+    [
+        ("flux_bench", [], "sampling.block_size = 3"),
+        ("flux_tiny", [], "sampling.selection_scope = iteration"),
+        ("flux_tiny", ["--grpo.jagg_window=2"], "grpo.jagg_window of 3 or more"),
+        ("flux_bench", [*CONSECUTIVE, "--grpo.jagg_frac=0.01"], "rounds to none"),
+    ],
+)
+def test_it_says_why_jagg_would_leave_out_nothing(recipe, overrides, why, capsys):
+    commands.train(recipe, ["--grpo.schedule=jagg", *overrides], dry_run=True)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "leaves out no backward here: " in shown and why in shown
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("recipe")
