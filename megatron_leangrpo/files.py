@@ -72,7 +72,10 @@ def replaced_folder(path: Path, replaceable: re.Pattern[str], setting: str) -> I
     check_replaceable(path, replaceable, setting)
     for left_over in (temporary, replaced):
         shutil.rmtree(left_over, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"{setting} = {path} cannot be written: {error.strerror}") from error
     try:
         yield temporary
         for file in temporary.iterdir():

@@ -29,10 +29,7 @@ def diffusers_config(
     hidden, in_channels = layout["patch_embedding.weight"].shape[:2]
     heads = beside.get("num_heads", hidden // _HEAD_DIM)
     if not isinstance(heads, int) or heads < 1 or hidden % heads:
-        raise ValueError(
-            f"the number of heads of width {hidden} is not known; put the model's config.json "
-            "beside the file"
-        )
+        raise ValueError(f"the number of heads of width {hidden} is not known")
     image = layout.get("img_emb.proj.0.weight")
     found = (re.match(r"blocks\.(\d+)\.", name) for name in layout)
     config = WanConfig(
