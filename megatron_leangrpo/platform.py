@@ -135,15 +135,23 @@ def companion_group(
     """
     key = (parent, purpose)
     if key not in _companions:
-        members: list[list[int]] = [[] for _ in range(world_size())]
-        dist.all_gather_object(members, dist.get_process_group_ranks(parent))
-        for ranks in sorted({tuple(member) for member in members}):
+        for ranks in sorted(set(_members_on_all(parent))):
             # Not by its members alone: torch then names groups by how many each rank has, and a
             # name that comes again finds the addresses of its dead namesake.
             group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_seconds))
             if rank() in ranks:
                 _companions[key] = group
     return _companions[key]
+
+
+def _members_on_all(group: dist.ProcessGroup) -> list[tuple[int, ...]]:
+    """The members of the group that each process of the world has in this place (a collective)."""
+    mine = torch.full((world_size(),), -1, dtype=torch.int64, device=device())
+    ranks = dist.get_process_group_ranks(group)
+    mine[: len(ranks)] = torch.tensor(ranks, device=device())
+    rows = [torch.empty_like(mine) for _ in range(world_size())]
+    dist.all_gather(rows, mine)
+    return [tuple(r for r in row.tolist() if r >= 0) for row in rows]
 
 
 def is_companion(group: dist.ProcessGroup) -> bool:
@@ -201,19 +209,30 @@ def _megatron_group(getter: str) -> dist.ProcessGroup | None:
     return getattr(parallel_state, getter)() if parallel_state.is_initialized() else None
 
 
-def from_first_rank(make: Callable[[], object]) -> object:
-    """What `make()` returns on rank 0, on every rank; a ValueError of it is raised on all."""
-    result: list[object] = [None]
+def text_from_first_rank(make: Callable[[], str]) -> str:
+    """What `make()` returns on rank 0, on every rank; its ValueError is raised on all.
+
+    It travels as bytes: nothing that comes from a peer is unpickled.
+    """
+    text, failed = "", False
     if rank() == 0:
         try:
-            result[0] = make()
+            text = make()
         except ValueError as error:
-            result[0] = error
+            text, failed = str(error), True
     if dist.is_initialized() and world_size() > 1:
-        dist.broadcast_object_list(result, src=0)
-    if isinstance(result[0], ValueError):
-        raise result[0]
-    return result[0]
+        raw = text.encode("utf-8")
+        header = torch.tensor([len(raw), failed], device=device())
+        dist.broadcast(header, src=0)
+        length, failed = header.tolist()
+        buffer = torch.zeros(length, dtype=torch.uint8, device=device())
+        if rank() == 0 and raw:
+            buffer.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+        dist.broadcast(buffer, src=0)
+        text = bytes(buffer.cpu().tolist()).decode("utf-8")
+    if failed:
+        raise ValueError(text)
+    return text
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:

@@ -198,3 +198,23 @@ def test_nothing_is_patched_when_cuda_is_there(monkeypatch):
         assert torch.ones(2).type() == "torch.FloatTensor"
     assert all(getattr(torch.cuda, name) is original for name, original in originals.items())
     assert platform.device() == torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _texts() -> tuple[str, str]:
+    """What each rank gets of a text, and of an error, that rank 0 makes."""
+    platform.initialize_distributed()
+
+    def fail() -> str:
+        raise ValueError("overlap.calibration is nothing")
+
+    text = platform.text_from_first_rank(lambda: f"path of rank {platform.rank()} ∅")
+    try:
+        return text, platform.text_from_first_rank(fail)
+    except ValueError as error:
+        return text, str(error)
+
+
+def test_what_rank_0_reads_or_cannot_read_is_known_to_all(run_ranks):
+    for text, error in run_ranks(2, _texts):
+        assert text == "path of rank 0 ∅"
+        assert error == "overlap.calibration is nothing"

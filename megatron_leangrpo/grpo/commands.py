@@ -217,8 +217,6 @@ def _resumes(config: RunConfig) -> bool:
 
 def _run_directory(config: RunConfig, resumes: bool) -> RunDirectory:
     """Make or open the run directory on the logging rank and tell the others where it is."""
-    import torch.distributed as dist
-
     directory = None
     if platform.is_logging_rank():
         directory = (
@@ -227,19 +225,5 @@ def _run_directory(config: RunConfig, resumes: bool) -> RunDirectory:
             else RunDirectory.create(config.output, config.recipe)
         )
     # Every rank takes part in the broadcast, the one that knows the answer too.
-    path = _broadcast_text(str(directory.path.resolve()) if directory else "", dist)
+    path = platform.text_from_first_rank(lambda: str(directory.path.resolve()))
     return directory or RunDirectory(path)
-
-
-def _broadcast_text(text: str, dist) -> str:
-    """Send rank 0's text to all ranks as bytes; nothing is unpickled."""
-    import torch
-
-    raw = text.encode("utf-8")
-    length = torch.tensor([len(raw)], device=platform.device())
-    dist.broadcast(length, src=0)
-    buffer = torch.zeros(int(length), dtype=torch.uint8, device=platform.device())
-    if platform.rank() == 0:
-        buffer.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
-    dist.broadcast(buffer, src=0)
-    return bytes(buffer.cpu().tolist()).decode("utf-8")

@@ -42,17 +42,26 @@ class Calibration:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write as JSON."""
-        atomic_write(path, json.dumps(asdict(self), indent=2) + "\n")
+        atomic_write(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Calibration":
         """Read what `save` has written; ValueError names the file otherwise."""
         try:
-            return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, TypeError) as error:
             raise ValueError(
                 f"{path} is no calibration of leangrpo overlap measure --calibrate: {error}"
             ) from None
+
+    def to_json(self) -> str:
+        """What a file of it holds."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Calibration":
+        """The inverse of `to_json`; ValueError or TypeError for anything else."""
+        return cls(**json.loads(text))
 
 
 def calibrate() -> Calibration:
