@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from megatron_leangrpo.models.families import check_trainable
 from megatron_leangrpo.models.flux import config as flux_config
 from megatron_leangrpo.models.flux.shape import count_parameters as count_flux
 from megatron_leangrpo.models.wan.config import (
@@ -71,3 +72,9 @@ def test_shards_and_what_every_rank_holds_add_up():
     assert shape.parameters_of_rank(8) == (
         shape.sharded_parameters // 8 + shape.replicated_parameters
     )
+
+
+def test_a_family_that_runs_do_not_know_is_refused_with_those_they_do():
+    check_trainable("flux")
+    with pytest.raises(ValueError, match=r"model.family = wan: .* valid here: flux"):
+        check_trainable("wan")
