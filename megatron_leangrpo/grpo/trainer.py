@@ -19,6 +19,8 @@ from megatron_leangrpo.grpo.experiment import Experiment
 from megatron_leangrpo.grpo.iteration import IterationResult
 from megatron_leangrpo.grpo.optimization import build_optimization
 from megatron_leangrpo.grpo.run_report import RunReport
+from megatron_leangrpo.overlap.choice import choices
+from megatron_leangrpo.overlap.commands import print_choices
 from megatron_leangrpo.reporting.memory import peak_memory_bytes
 from megatron_leangrpo.reporting.run_directory import RunDirectory
 
@@ -106,6 +108,8 @@ class Trainer:
         done = iteration + 1
         evaluation = self._evaluate() if self._evaluates_after(done) else None
         self.report.iteration(done, metrics, evaluation)
+        if iteration == self.first_iteration and self.config.overlap.mode == "auto":
+            print_choices(self.report.console, choices())
         if self._saves_after(done):
             save_checkpoint(
                 self.report.directory.checkpoints,
