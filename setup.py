@@ -53,6 +53,8 @@ setup(
     extras_require={
         # The rapidocr wheel carries the PP-OCRv6 recogniser that the tiny task was tuned with.
         "ocr": ["rapidocr>=3.10", "onnxruntime>=1.20"],
+        # Reward servers and the client of `reward.remote`.
+        "serve": ["fastapi>=0.115", "uvicorn>=0.30", "httpx>=0.27", "tenacity>=9.0"],
         "video": ["av>=14"],
         "wandb": ["wandb>=0.18"],
         "gpu": ["transformer-engine[pytorch]>=2.0"],

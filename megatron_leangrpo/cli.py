@@ -1,5 +1,5 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""The command line: ``leangrpo train | compare | plan | sample | build-tiny | info``.
+"""The command line: ``leangrpo train | compare | plan | sample | serve-reward | info | ...``.
 
 Only the argument parser is imported here, so that ``--help`` answers at once.
 """
@@ -95,6 +95,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     tiny.set_defaults(run=_build_tiny)
 
+    _add_serve_reward(commands)
+
     info = commands.add_parser(
         "info", help="versions, devices, and what is optional and missing", allow_abbrev=False
     )
@@ -104,6 +106,32 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_overlap_command(commands)
     return parser
+
+
+def _add_serve_reward(commands) -> None:
+    serve = commands.add_parser(
+        "serve-reward",
+        help="rewards over HTTP, for runs with reward.remote.url",
+        description="Serve rewards over HTTP, for runs with reward.remote.url. The bearer token "
+        "is read from LEANGRPO_REWARD_TOKEN or --token-file.",
+        allow_abbrev=False,
+    )
+    serve.add_argument("rewards", metavar="REWARD", nargs="+", help="as in reward.weights")
+    serve.add_argument(
+        "--path", metavar="NAME=DIR", action="append", default=[], help="weights of a reward"
+    )
+    serve.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (default: auto)")
+    serve.add_argument("--batch-size", type=int, default=16, help="images in one forward")
+    serve.add_argument("--offload", action="store_true", help="models wait in host memory")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    serve.add_argument("--port", type=int, default=8085)
+    serve.add_argument("--token-file", metavar="FILE", help="file with the bearer token")
+    serve.add_argument("--max-requests", type=int, default=32, help="in hand; more get 429")
+    serve.add_argument("--max-images", type=int, default=64, help="of a request")
+    serve.add_argument("--max-pixels", type=int, default=16 * 2**20, help="of a request")
+    serve.add_argument("--max-body-bytes", type=int, default=64 * 2**20, help="of a request")
+    serve.add_argument("--max-batch", type=int, default=64, help="images scored together")
+    serve.set_defaults(run=_serve_reward)
 
 
 def _recipe_command(commands, name: str, run, summary: str) -> argparse.ArgumentParser:
@@ -188,6 +216,27 @@ def _build_tiny(arguments: argparse.Namespace) -> None:
     from megatron_leangrpo.build_tiny.flux import build_tiny_flux
 
     build_tiny_flux(arguments.output, task=arguments.task, seed=arguments.seed)
+
+
+def _serve_reward(arguments: argparse.Namespace) -> None:
+    from megatron_leangrpo.rewards import serving
+    from megatron_leangrpo.rewards.base import ModelSettings
+    from megatron_leangrpo.rewards.weights import find_device
+
+    limits = ("max_requests", "max_images", "max_pixels", "max_body_bytes", "max_batch")
+    serving.serve_rewards(
+        arguments.rewards,
+        ModelSettings(
+            serving.parse_paths(arguments.path),
+            find_device("--device", arguments.device),
+            arguments.batch_size,
+            arguments.offload,
+        ),
+        host=arguments.host,
+        port=arguments.port,
+        token_file=arguments.token_file,
+        limits={name: getattr(arguments, name) for name in limits},
+    )
 
 
 def _info(arguments: argparse.Namespace) -> None:

@@ -175,6 +175,24 @@ class GrpoConfig:
 
 
 @dataclass(frozen=True)
+class RemoteRewardConfig:
+    """Rewards that `leangrpo serve-reward` computes elsewhere."""
+
+    url: str | None = None
+    """Address of the reward server, such as http://host:8085."""
+    names: list[str] = field(default_factory=list)
+    """Which rewards of `weights` the server computes."""
+    timeout_seconds: float = 60.0
+    """Longest wait for one answer."""
+    deadline_seconds: float = 300.0
+    """Longest wait for one answer with all retries."""
+    retries: int = 5
+    """Further attempts after an error, with growing random pauses."""
+    token_variable: str = "LEANGRPO_REWARD_TOKEN"
+    """Environment variable that holds the bearer token; no token is sent where it is not set."""
+
+
+@dataclass(frozen=True)
 class RewardConfig:
     """Rewards and what happens when one fails."""
 
@@ -182,6 +200,16 @@ class RewardConfig:
     """Reward name to weight, e.g. {ocr: 1.0}."""
     failure_policy: Literal["raise", "drop_group"] = "raise"
     """A reward that raises or is not finite ends the run, or its whole group gets advantage 0."""
+    paths: dict[str, str] = field(default_factory=dict)
+    """Reward name to the local folder of its weights, e.g. {pickscore: /models/PickScore_v1}."""
+    device: str = "auto"
+    """Where reward models run: auto (the policy's device), cpu, cuda or cuda:N."""
+    batch_size: int = 16
+    """Images in one forward of a reward model."""
+    offload: bool = False
+    """Keep reward models in host memory and move them to the device only while they score."""
+    remote: RemoteRewardConfig = field(default_factory=RemoteRewardConfig)
+    """Rewards computed by a reward server."""
 
 
 @dataclass(frozen=True)

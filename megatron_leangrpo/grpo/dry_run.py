@@ -17,10 +17,10 @@ from megatron_leangrpo.grpo.placement import Group, check_placement, place
 from megatron_leangrpo.grpo.planning import resolve_auto
 from megatron_leangrpo.grpo.rollout import RolloutSettings
 from megatron_leangrpo.grpo.routing import saved_backwards
-from megatron_leangrpo.platform import check_tensor_model_parallel_size
+from megatron_leangrpo.grpo.run_reward import build_run_reward
+from megatron_leangrpo.platform import check_layout
 from megatron_leangrpo.reporting.console import Console
 from megatron_leangrpo.reporting.sentences import byte_size
-from megatron_leangrpo.rewards.registry import build_reward
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,13 @@ class CheckedRun:
 
 def check_run(config: RunConfig, world_size: int, needs_weights: bool = True) -> CheckedRun:
     """Raise ``ValueError`` for whatever can be seen to be wrong without reading a weight."""
-    grpo, tp = config.grpo, config.parallel.tensor_model_parallel_size
-    check_tensor_model_parallel_size(tp, world_size)
+    grpo, parallel = config.grpo, config.parallel
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    check_layout(world_size, tp, cp)
     check_placement(
         grpo.prompts_per_iteration,
         grpo.group_size,
-        world_size // tp,
+        world_size // (tp * cp),
         grpo.placement,
         grpo.updates_per_rollout,
     )
@@ -63,7 +64,7 @@ def check_run(config: RunConfig, world_size: int, needs_weights: bool = True) ->
     settings = RolloutSettings.from_config(config.sampling, shape, config.seed)
     objective_config(config)
     prompts, evaluation_prompts = read_prompts(config)
-    reward = build_reward(config.reward.weights, config.reward.failure_policy)
+    reward = build_run_reward(config.reward)
     check_prompts(config, reward, prompts, evaluation_prompts)
     return CheckedRun(architecture, shape[0], grid, settings, prompts)
 
@@ -80,7 +81,9 @@ def check_and_describe(
     """
     dry_run = world_size is None
     tp = config.parallel.tensor_model_parallel_size
-    world = int(os.environ.get("WORLD_SIZE", tp)) if world_size is None else world_size
+    cp = config.parallel.context_parallel_size
+    world = int(os.environ.get("WORLD_SIZE", tp * cp)) if world_size is None else world_size
+    dp = world // (tp * cp)
     check_training(config)
     checked = check_run(config, world, needs_weights=not dry_run)
     config, reason = resolve_auto(config, world)
@@ -89,23 +92,25 @@ def check_and_describe(
     trained_steps = checked.settings.selector.num_trained(0)
     left_out = 0.0
     if config.grpo.schedule == "jagg":
-        left_out = _backwards_left_out(config, checked, world // tp)
+        left_out = _backwards_left_out(config, checked, dp)
     facts = {
         "model": _describe_model(config, architecture),
         "layout": f"{world} rank{'s' if world > 1 else ''}: tensor parallel {tp}, "
-        f"data parallel {world // tp}",
+        + (f"context parallel {cp}, " if cp > 1 else "")
+        + f"data parallel {dp}",
         "picture": f"{config.sampling.height} x {config.sampling.width} pixels (h x w), "
         f"{checked.image_tokens} image tokens ({grid[0]} x {grid[1]}) + "
         f"{config.model.max_text_tokens} text "
         "tokens",
         "steps": f"{config.sampling.num_steps}, of which {trained_steps} are "
         f"trained ({config.sampling.step_selection}), kernel {config.sampling.kernel}",
-        "iteration": describe_batch(config, world // tp),
+        "iteration": describe_batch(config, dp),
         "prompts": f"{len(checked.prompts)} in {config.prompts.train}",
         "schedule": _describe_schedule(config, trained_steps, left_out, reason),
     }
     if dry_run:
-        sizes = rank_bytes(config, architecture, world // tp)
+        # The optimizer's state is sharded over all ranks that hold the same weights.
+        sizes = rank_bytes(config, architecture, dp * cp)
         total = sum(dataclasses.astuple(sizes))
         parts = ", ".join(f"{n} {byte_size(v)}" for n, v in dataclasses.asdict(sizes).items() if v)
         facts["bytes a rank"] = f"{byte_size(total)} before activations ({parts})"

@@ -29,9 +29,9 @@ from megatron_leangrpo.grpo.policy import Policy
 from megatron_leangrpo.grpo.reference import frozen_copy
 from megatron_leangrpo.grpo.rollout import RolloutSettings, sigma_schedule
 from megatron_leangrpo.grpo.routing import JaggRouter
+from megatron_leangrpo.grpo.run_reward import build_run_reward
 from megatron_leangrpo.grpo.schedules import SCHEDULES
 from megatron_leangrpo.grpo.scoring import Scorer
-from megatron_leangrpo.rewards.registry import build_reward
 
 
 @dataclass
@@ -104,7 +104,7 @@ def build_experiment(config: RunConfig) -> Experiment:
     architecture = resolve_architecture(config)
     check_parts(architecture)
     prompts, evaluation_prompts = read_prompts(config)
-    reward = build_reward(config.reward.weights, config.reward.failure_policy)
+    reward = build_run_reward(config.reward)
     check_prompts(config, reward, prompts, evaluation_prompts)
     latent_shape, grid = latent_geometry(config, architecture)
     sampling = config.sampling

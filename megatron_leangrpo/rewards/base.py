@@ -1,10 +1,11 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """What a reward is, what it returns, and how it fails."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 
@@ -23,8 +24,9 @@ class Reward(Protocol):
     """Scores a batch of images; a plain tensor [n] may be returned instead of RewardScores.
 
     A reward may also have `validate(prompts, source)`, called before the first rollout, which
-    raises ValueError for prompts that it could never score, and a text `verdict` that says what a
-    correct image is ("read correctly").
+    raises ValueError for prompts that it could never score, a text `verdict` that says what a
+    correct image is ("read correctly"), and `rounds_pixels = True` if the first thing that it does
+    is to round them to 8 bits: pictures then travel to a server as PNG.
     """
 
     def __call__(
@@ -40,6 +42,28 @@ class RewardError(RuntimeError):
     def __init__(self, name: str, prompt: str, value: object) -> None:
         self.name, self.prompt, self.value = name, prompt, value
         super().__init__(f"reward {name!r} gave {value} for prompt {prompt!r}")
+
+
+class RewardUnavailableError(RuntimeError):
+    """A reward can score nothing at all, whatever the images; one by one would not help."""
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Where rewards find their weights and how they run, for factories that take `settings`."""
+
+    paths: Mapping[str, str] = field(default_factory=dict)
+    """Reward name to the folder of its weights."""
+    device: str | torch.device = "cpu"
+    batch_size: int = 16
+    """Images in one forward of a reward model."""
+    offload: bool = False
+    """Keep the models in host memory and move them to the device only while they score."""
+
+
+def round_to_8_bits(images: Tensor) -> Tensor:
+    """Images in [0, 1] as the bytes of a picture file, on the host."""
+    return (images.detach().clamp(0, 1) * 255).round().to("cpu", torch.uint8)
 
 
 def raise_for_bad_prompts(

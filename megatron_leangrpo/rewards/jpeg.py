@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_leangrpo.rewards.base import round_to_8_bits
 from megatron_leangrpo.rewards.registry import register_reward
 
 QUALITY = 95
@@ -17,7 +18,7 @@ def jpeg_bytes(image: Tensor) -> int:
     """Size of one image [3, H, W] in [0, 1] as a quality-95 JPEG."""
     from PIL import Image
 
-    pixels = (image.detach().clamp(0, 1) * 255).round().to("cpu", torch.uint8)
+    pixels = round_to_8_bits(image)
     buffer = io.BytesIO()
     picture = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
     picture.save(buffer, format="JPEG", quality=QUALITY)
@@ -38,6 +39,8 @@ def compressibility(size: int) -> float:
 class JpegIncompressibility:
     """Bigger files score higher."""
 
+    rounds_pixels = True
+
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
     ) -> Tensor:
@@ -48,6 +51,8 @@ class JpegIncompressibility:
 @register_reward("jpeg_compressibility")
 class JpegCompressibility:
     """Smaller files score higher."""
+
+    rounds_pixels = True
 
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]

@@ -3,6 +3,7 @@
 
 import difflib
 import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,9 +11,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megatron_leangrpo.rewards.base import Reward, RewardError, RewardScores
+from megatron_leangrpo.rewards.base import (
+    ModelSettings,
+    Reward,
+    RewardError,
+    RewardScores,
+    RewardUnavailableError,
+)
 
-Factory = Callable[[], Reward]
+# Takes nothing, or `settings: ModelSettings`.
+Factory = Callable[..., Reward]
 FailurePolicy = Literal["raise", "drop_group"]
 
 _FACTORIES: dict[str, Factory] = {}
@@ -21,7 +29,10 @@ _BUILT_IN = ("jpeg", "ocr", "ocr_recognizer", "color_shape")
 
 
 def register_reward(name: str) -> Callable[[Factory], Factory]:
-    """Decorator: make a class or function without required arguments known under a name."""
+    """Decorator: make a class or function known under a name.
+
+    It is called without arguments, or with `settings=ModelSettings(...)` if it takes that.
+    """
 
     def add(factory: Factory) -> Factory:
         if name in _FACTORIES:
@@ -39,7 +50,7 @@ def reward_names() -> list[str]:
     return sorted(_FACTORIES)
 
 
-def make_reward(name: str) -> Reward:
+def make_reward(name: str, settings: ModelSettings | None = None) -> Reward:
     """Build one reward; `package.module:factory` imports a reward from outside the package."""
     if ":" in name:
         module, _, attribute = name.partition(":")
@@ -49,7 +60,7 @@ def make_reward(name: str) -> Reward:
             raise ValueError(
                 f"reward.weights: reward {name!r} cannot be imported: {error}"
             ) from error
-        return factory()
+        return _call(factory, settings)
     known = reward_names()
     if name not in _FACTORIES:
         closest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -58,7 +69,13 @@ def make_reward(name: str) -> Reward:
             f"reward.weights: unknown reward {name!r}{hint}; known: {', '.join(known)}, "
             "or package.module:factory"
         )
-    return _FACTORIES[name]()
+    return _call(_FACTORIES[name], settings)
+
+
+def _call(factory: Factory, settings: ModelSettings | None) -> Reward:
+    if "settings" in inspect.signature(factory).parameters:
+        return factory(settings=settings or ModelSettings())
+    return factory()
 
 
 @dataclass
@@ -117,14 +134,15 @@ class WeightedReward:
         failures: list[RewardError],
     ) -> RewardScores:
         try:
-            return _checked(name, reward(images, prompts, metadata), prompts)
+            return check_scores(name, reward(images, prompts, metadata), prompts)
         except Exception as error:
             failure = _as_reward_error(name, prompts, error)
             if self.failure_policy == "raise":
                 raise failure from error
-        if len(images) == 1:
+            nothing_helps = len(images) == 1 or isinstance(error, RewardUnavailableError)
+        if nothing_helps:
             failures.append(failure)
-            return RewardScores(torch.full((1,), torch.nan, dtype=torch.float64))
+            return RewardScores(torch.full((len(images),), torch.nan, dtype=torch.float64))
         # Image by image, so that one failure does not take its neighbours along.
         singles = [
             self._score(
@@ -148,7 +166,7 @@ def _as_reward_error(name: str, prompts: Sequence[str], error: Exception) -> Rew
     return RewardError(name, shown, f"{type(error).__name__}: {error}")
 
 
-def _checked(name: str, output: RewardScores | Tensor, prompts: Sequence[str]) -> RewardScores:
+def check_scores(name: str, output: RewardScores | Tensor, prompts: Sequence[str]) -> RewardScores:
     """One finite float64 score per prompt, or RewardError."""
     if not isinstance(output, RewardScores):
         output = RewardScores(torch.as_tensor(output))
@@ -165,13 +183,18 @@ def _checked(name: str, output: RewardScores | Tensor, prompts: Sequence[str]) -
 
 
 def build_reward(
-    weights: Mapping[str, float], failure_policy: FailurePolicy = "raise"
+    weights: Mapping[str, float],
+    failure_policy: FailurePolicy = "raise",
+    settings: ModelSettings | None = None,
+    remote: Mapping[str, Reward] | None = None,
 ) -> WeightedReward:
-    """Build every reward of a `{name: weight}` mapping."""
+    """Build every reward of a `{name: weight}` mapping, except those given as `remote`."""
     if not weights:
         known = ", ".join(reward_names())
         raise ValueError(f"reward.weights is empty; give at least one of {known}")
     for name, weight in weights.items():
         if not torch.isfinite(torch.tensor(float(weight))) or weight == 0:
             raise ValueError(f"reward.weights.{name} = {weight} must be finite and not 0")
-    return WeightedReward({n: make_reward(n) for n in weights}, weights, failure_policy)
+    remote = remote or {}
+    rewards = {n: remote[n] if n in remote else make_reward(n, settings) for n in weights}
+    return WeightedReward(rewards, weights, failure_policy)
