@@ -122,4 +122,3 @@ def _header(layout: Mapping[str, TensorInfo]) -> bytes:
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-
