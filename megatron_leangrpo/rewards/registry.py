@@ -25,7 +25,17 @@ FailurePolicy = Literal["raise", "drop_group"]
 
 _FACTORIES: dict[str, Factory] = {}
 # Imported on first use; each registers the names it defines.
-_BUILT_IN = ("jpeg", "ocr", "ocr_recognizer", "color_shape")
+_BUILT_IN = (
+    "aesthetic",
+    "clip_score",
+    "color_shape",
+    "hpsv2",
+    "image_reward",
+    "jpeg",
+    "ocr",
+    "ocr_recognizer",
+    "pickscore",
+)
 
 
 def register_reward(name: str) -> Callable[[Factory], Factory]:

@@ -2,6 +2,7 @@
 """Reward models from local folders: checked when a run starts, loaded when they first score."""
 
 import json
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 Shapes = Mapping[str, tuple[int, ...]]
 # Buffers that older versions of transformers wrote into checkpoints.
 NOT_WEIGHTS = ("position_ids",)
+VOCABULARIES = {"CLIPTokenizer": "vocab.json", "BertTokenizer": "vocab.txt"}
 
 
 def find_device(setting: str, value: str) -> torch.device:
@@ -62,13 +64,41 @@ def read_config(reward: str, folder: Path, name: str = "config.json") -> dict:
     return content
 
 
-def stored_shapes(reward: str, file: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in a safetensors file, from its header."""
-    from safetensors import SafetensorError, safe_open
+def find_file(reward: str, folder: Path, *names: str) -> Path:
+    """The first of the named files that the folder has; ValueError if it has none."""
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    raise ValueError(f"reward {reward!r}: there is no {' or '.join(names)} in {str(folder)!r}")
+
+
+def open_tensors(reward: str, file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors or torch file, mapped and not read; no code of it is run."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
 
     try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"reward {reward!r}: {file} cannot be read: {line}") from error
+    if not isinstance(tensors, dict):
+        raise ValueError(f"reward {reward!r}: {file} holds no named tensors")
+    return {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+
+
+def stored_shapes(reward: str, file: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a file's tensors; of safetensors only the header is read."""
+    from safetensors import SafetensorError, safe_open
+
+    if file.suffix != ".safetensors":
+        return {name: tuple(t.shape) for name, t in open_tensors(reward, file).items()}
+    try:
         with safe_open(file, framework="pt") as tensors:
-            return {n: tuple(tensors.get_slice(n).get_shape()) for n in tensors.keys()}  # noqa: SIM118
+            names = list(tensors.keys())
+            return {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"reward {reward!r}: {file} cannot be read: {error}") from error
 
@@ -94,15 +124,35 @@ def wanted_shapes(build: Callable[[], nn.Module]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def load_tokenizer(reward: str, folder: Path) -> "PreTrainedTokenizerBase":
-    """The folder's tokenizer; it runs no code of the folder and asks no network."""
-    from transformers import AutoTokenizer
+def load_tokenizer(reward: str, folder: Path, kind: str) -> "PreTrainedTokenizerBase":
+    """The folder's tokenizer, of a class of transformers; no network is asked."""
+    import transformers
 
+    # Without a vocabulary transformers would make one up.
+    find_file(reward, folder, "tokenizer.json", VOCABULARIES[kind])
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return getattr(transformers, kind).from_pretrained(folder, local_files_only=True)
     except Exception as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"reward {reward!r}: no usable tokenizer in {folder}: {line}") from error
+        raise ValueError(f"reward {reward!r}: no {kind} in {str(folder)!r}: {line}") from error
+
+
+def score_head(width: int) -> nn.Sequential:
+    """The linear layers 'layers.N' of the aesthetic predictor and of ImageReward.
+
+    Their published names count dropouts too, which do nothing here.
+    """
+    layers = [
+        nn.Linear(width, 1024),
+        nn.Identity(),
+        nn.Linear(1024, 128),
+        nn.Identity(),
+        nn.Linear(128, 64),
+        nn.Identity(),
+        nn.Linear(64, 16),
+        nn.Linear(16, 1),
+    ]
+    return nn.Sequential(*layers)
 
 
 class LazyModel:
