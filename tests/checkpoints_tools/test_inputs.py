@@ -189,6 +189,24 @@ def test_the_inpainting_variant_is_refused_with_both_numbers(refused, tmp_path):
     refused(published.save_folder(tmp_path / "fill", state, config), "96", "16", "policy")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_attention_heads": 0},
+        {"num_attention_heads": None},
+        {"num_layers": "two"},
+        {"attention_head_dim": -24},
+        {"axes_dims_rope": [8, 8]},
+        {"patch_size": 2},
+    ],
+    ids=str,
+)
+def test_a_config_that_cannot_be_is_refused(refused, plain, changes):
+    config = json.loads((plain / "config.json").read_text())
+    (plain / "config.json").write_text(json.dumps({**config, **changes}))
+    refused(plain, "the configuration of", str(plain))
+
+
 def test_another_family_is_refused(refused, plain, tmp_path):
     refused(plain, "--model = wan", "give --model flux", model="wan")
     config = {"_class_name": "SD3Transformer2DModel"}

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 import shutil
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from safetensors.torch import save_file
 
 from checkpoints_tools.exporting import export_weights, parse_size
 from checkpoints_tools.importing import import_weights
+from megatron_leangrpo.checkpoint.store import read_manifest, record_file, write_manifest
 from megatron_leangrpo.models import saving
 from megatron_leangrpo.models.common.conversion import InMemory
 from tests.checkpoints_tools import published
@@ -122,6 +126,50 @@ def test_a_changed_byte_in_a_checkpoint_is_not_exported(two, refuses, tmp_path):
     file.write_bytes(content)
     arguments = ["export", "--input", two[0][0], "--output", tmp_path / "out"]
     refuses(["is damaged: the content of __0_0.distcp is not what was written"], *arguments)
+
+
+class _Touch:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "common.pt"])
+def test_a_pickle_planted_under_a_valid_manifest_does_not_run(two, tools, plain, tmp_path, name):
+    checkpoint, trace = Path(two[0][0]), tmp_path / "it ran"
+    planted = checkpoint / name
+    if name == ".metadata":
+        planted.write_bytes(pickle.dumps(_Touch(trace)))
+    else:
+        torch.save({"content": _Touch(trace)}, planted)
+    manifest = read_manifest(checkpoint)
+    files = {**manifest.files, name: record_file(planted)}
+    write_manifest(checkpoint, replace(manifest, files=files))
+    for arguments in (
+        ["export", "--input", checkpoint, "--output", tmp_path / "out"],
+        ["verify", plain, checkpoint],
+        ["inspect", checkpoint],
+    ):
+        outcome = tools(*arguments)
+        assert not trace.exists()
+        # Nobody reads common.pt; the names and shapes are not in the data.
+        reads = name == ".metadata" or (name == "__0_0.distcp" and arguments[0] != "inspect")
+        assert outcome.status == (2 if reads else 0 if arguments[0] != "verify" else outcome.status)
+        assert "cannot be read" in outcome.err or not reads
+    assert not (tmp_path / "out").exists() or name == "common.pt"
+    pickle.loads(pickle.dumps(_Touch(trace)))
+    assert trace.exists()
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused(two, refuses):
+    manifest = Path(two[0][0]) / "manifest.json"
+    content = {**json.loads(manifest.read_text()), "format": 99}
+    manifest.write_text(json.dumps(content))
+    refuses(["format 99 is newer than this version reads"], "inspect", two[0][0])
 
 
 def test_a_checkpoint_without_average_has_none_to_export(two, refuses, tmp_path):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,13 @@ from megatron_leangrpo import platform
 from megatron_leangrpo.checkpoint.store import damage, newest_valid
 from megatron_leangrpo.checkpoint.training import load_weights
 from megatron_leangrpo.models.common.conversion import Converted, InMemory
-from megatron_leangrpo.models.flux.config import from_diffusers_config
+from megatron_leangrpo.models.common.weights import full_tensors
+from megatron_leangrpo.models.flux.config import from_diffusers_config, to_diffusers_config
 from megatron_leangrpo.models.flux.model import FluxTransformer
 from megatron_leangrpo.models.flux.original import weight_rules as original_rules
 from megatron_leangrpo.models.flux.weight_map import export_diffusers_state_dict
 from megatron_leangrpo.models.wan import config as wan_config
+from megatron_leangrpo.models.wan.model import WanTransformer
 from megatron_leangrpo.models.wan.weight_map import weight_rules as wan_rules
 from tests.checkpoints_tools import published
 from tests.grpo import tiny
@@ -117,6 +120,26 @@ def test_wan_goes_through_bit_for_bit_under_both_namings(tmp_path, variant, nami
     assert wan_config.from_diffusers_config(exported) == settings
 
 
+def _load_wan(tensor_parallel: int, folder: str, config: dict) -> dict[str, torch.Tensor]:
+    platform.initialize_distributed(tensor_parallel)
+    settings = wan_config.from_diffusers_config(config, tensor_model_parallel_size=tensor_parallel)
+    model = WanTransformer(settings)
+    load_weights(Path(folder), model, average=False)
+    return full_tensors(model, wan_rules(settings))
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2, 4])
+def test_an_imported_wan_loads_at_every_tensor_parallel_size(run_ranks, tmp_path, tensor_parallel):
+    settings = wan_parity.image_to_video()
+    state = {n: t.clone() for n, t in wan_parity.diffusers_model(settings).state_dict().items()}
+    config = wan_config.to_diffusers_config(settings)
+    published.save_folder(tmp_path / "plain", state, config)
+    folder = str(tmp_path / "megatron")
+    import_weights("wan", str(tmp_path / "plain"), folder, 2)
+    for loaded in run_ranks(tensor_parallel, _load_wan, tensor_parallel, folder, config):
+        assert published.same(loaded, state)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """A run of two iterations with an average."""
@@ -148,3 +171,23 @@ def test_live_and_average_weights_of_a_run_differ(run, tools):
     outcome = tools("verify", run, run, "--average")
     assert outcome.status == 1 and "tensors differ" in outcome.out
     assert tools("verify", run, run / "checkpoints" / "step_000002").status == 0
+
+
+def test_the_model_of_a_run_is_found_in_its_base_or_asked_for(flux, refuses, run, tmp_path):
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    checkpoint = copy / "checkpoints" / "step_000002"
+    base = tmp_path / "base"
+    published.save_folder(base / "transformer", flux)
+    prompts = tiny.write_prompts(tmp_path)
+    config = tiny.tiny_config(prompts, model={"preset": None, "base": str(base)})
+    written = Path(tiny.write_recipe(config, tmp_path))
+    written.replace(copy / "config.yaml")
+    # The base is another model than the one that was trained.
+    refuses(["the tensors of", "are not those of its flux", "misshapen"], "inspect", checkpoint)
+    shutil.rmtree(base)
+    refuses(["the base of the run", str(base), "config.json into"], "inspect", checkpoint)
+    (copy / "config.yaml").unlink()
+    refuses(["does not say which model it is"], "inspect", checkpoint)
+    config = to_diffusers_config(tiny.flux_smallest())
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    assert open_checkpoint(checkpoint, "A").step == 2
