@@ -36,6 +36,9 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = 1
     """Ranks that share one copy of the transformer. Must divide the number of heads."""
+    context_parallel_size: int = 1
+    """Ranks over which the tokens of a sample are sharded outside attention (Ulysses); inside,
+    each has all tokens of its share of the heads."""
     sequence_parallel: bool = True
     """Shard tokens between the linears over the tensor-parallel ranks; without effect at size 1."""
     timeout_seconds: int = 600

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 _TP_SETTING = "parallel.tensor_model_parallel_size"
+_CP_SETTING = "parallel.context_parallel_size"
 _timeout_seconds = 600.0
 
 
@@ -39,11 +40,13 @@ def synchronize() -> None:
 
 
 def initialize_distributed(
-    tensor_model_parallel_size: int = 1, timeout_seconds: float = 600
+    tensor_model_parallel_size: int = 1,
+    timeout_seconds: float = 600,
+    context_parallel_size: int = 1,
 ) -> None:
     """Start torch.distributed (torchrun's environment, or one process alone) and megatron's groups.
 
-    May be called again with another tensor-parallel size; the world itself is started once.
+    May be called again with another layout; the world itself is started once.
     A collective that waits longer than `timeout_seconds` raises, so a dead rank ends the job.
     """
     from megatron.core import parallel_state
@@ -56,13 +59,14 @@ def initialize_distributed(
         check_local_rank(device().index, torch.cuda.device_count())
         torch.cuda.set_device(device())
     world = dist.get_world_size() if dist.is_initialized() else _launched_processes()
-    check_tensor_model_parallel_size(tensor_model_parallel_size, world)
+    check_layout(world, tensor_model_parallel_size, context_parallel_size)
     if not dist.is_initialized():
         _start_world(timeout)
     if parallel_state.is_initialized():
         _leave_megatron_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_model_parallel_size,
+        context_parallel_size=context_parallel_size,
         distributed_timeout_minutes=timeout_seconds / 60,
         # There are no word embeddings to keep equal between pipeline stages.
         get_embedding_ranks=lambda ranks, *_: ranks[:1],
@@ -84,14 +88,24 @@ def check_local_rank(local_rank: int, devices: int) -> None:
         )
 
 
-def check_tensor_model_parallel_size(size: int, world: int) -> None:
-    """Raise ValueError unless `size` divides the number of processes."""
-    valid = [n for n in range(1, world + 1) if world % n == 0]
-    if size not in valid:
-        raise ValueError(
-            f"{_TP_SETTING} is {size}, which does not divide the {world} process"
-            f"{'es' if world > 1 else ''} of this run; valid values: {', '.join(map(str, valid))}"
-        )
+def check_layout(
+    world: int, tensor_model_parallel_size: int, context_parallel_size: int = 1
+) -> None:
+    """Raise ValueError unless the sizes divide the number of processes."""
+    processes = f"{world} process{'es' if world > 1 else ''} of this run"
+    left = world
+    for setting, size in (
+        (_TP_SETTING, tensor_model_parallel_size),
+        (_CP_SETTING, context_parallel_size),
+    ):
+        valid = [n for n in range(1, left + 1) if left % n == 0]
+        if size not in valid:
+            each = "" if left == world else f" / {_TP_SETTING} = {left}"
+            raise ValueError(
+                f"{setting} is {size}, which does not divide the {processes}{each}; valid values: "
+                f"{', '.join(map(str, valid))}"
+            )
+        left //= size
 
 
 def _launched_processes() -> int:
@@ -201,12 +215,27 @@ def dp_group() -> dist.ProcessGroup | None:
     return _megatron_group("get_data_parallel_group")
 
 
-def _megatron_group(getter: str) -> dist.ProcessGroup | None:
+def cp_group() -> dist.ProcessGroup | None:
+    """The context-parallel group of this rank, or None before megatron's groups exist."""
+    return _megatron_group("get_context_parallel_group")
+
+
+def dp_cp_group() -> dist.ProcessGroup | None:
+    """The ranks that hold the same shard of the weights, or None before megatron's groups exist."""
+    return _megatron_group("get_data_parallel_group", with_context_parallel=True)
+
+
+def trajectory_group() -> dist.ProcessGroup | None:
+    """The ranks that work on the same trajectories, tensor and context parallel."""
+    return _megatron_group("get_tensor_and_context_parallel_group")
+
+
+def _megatron_group(getter: str, **options: bool) -> dist.ProcessGroup | None:
     if not dist.is_initialized():
         return None
     from megatron.core import parallel_state
 
-    return getattr(parallel_state, getter)() if parallel_state.is_initialized() else None
+    return getattr(parallel_state, getter)(**options) if parallel_state.is_initialized() else None
 
 
 def text_from_first_rank(make: Callable[[], str]) -> str:

@@ -54,7 +54,7 @@ def test_tensor_parallel_size_that_does_not_divide_the_world_is_refused():
         platform.initialize_distributed(tensor_model_parallel_size=2)
     assert not dist.is_initialized()
     with pytest.raises(ValueError, match=r"is 4, .* 6 processes of this run; .*: 1, 2, 3, 6$"):
-        platform.check_tensor_model_parallel_size(4, 6)
+        platform.check_layout(6, 4)
 
 
 def _groups(sizes: list[int]) -> list[tuple[int, ...]]:

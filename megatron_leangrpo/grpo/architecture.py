@@ -78,8 +78,11 @@ class Architecture:
     def on_meta(self) -> torch.nn.Module:
         """A rank's share without memory, of the layout this process is in: alone, all of it."""
         with torch.device("meta"):
-            size = platform.tp_size()
-            return self.family.build(replace(self.config, tensor_model_parallel_size=size))
+            layout = {
+                "tensor_model_parallel_size": platform.tp_size(),
+                "context_parallel_size": platform.group_size(platform.cp_group()),
+            }
+            return self.family.build(replace(self.config, **layout))
 
     def count_parameters(self, tensor_parallel: int = 1) -> int:
         """Parameters of one of `tensor_parallel` ranks; of the whole transformer for 1."""
@@ -108,6 +111,7 @@ def resolve_architecture(config: RunConfig, needs_weights: bool = True) -> Archi
         "params_dtype": DTYPES[model.dtype],
         "recompute_granularity": model.recompute_granularity,
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "context_parallel_size": parallel.context_parallel_size,
         "sequence_parallel": parallel.sequence_parallel,
         "overlap": OverlapSettings(**asdict(config.overlap)),
     }

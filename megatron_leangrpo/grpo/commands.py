@@ -197,7 +197,9 @@ def _start(config: RunConfig, note: str | None, alone: bool = False) -> Console:
     parallel = config.parallel
     if not alone:
         platform.initialize_distributed(
-            parallel.tensor_model_parallel_size, timeout_seconds=parallel.timeout_seconds
+            parallel.tensor_model_parallel_size,
+            timeout_seconds=parallel.timeout_seconds,
+            context_parallel_size=parallel.context_parallel_size,
         )
     console = Console(enabled=platform.is_logging_rank())
     if note:

@@ -19,6 +19,7 @@ _AT_LEAST = {
     "sampling.num_frames": 1,
     "sampling.cfg_scale": 1,
     "parallel.timeout_seconds": 1,
+    "parallel.context_parallel_size": 1,
     "grpo.iterations": 1,
     "grpo.prompts_per_iteration": 1,
     "grpo.group_size": 1,

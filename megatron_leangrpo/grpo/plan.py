@@ -30,7 +30,10 @@ def plan(config: RunConfig, gpu_name: str, gpus: int | None, json_path: str | No
     objective_config(config)
     # The layout of the recipe is one of many here.
     single = dataclasses.replace(
-        config, parallel=dataclasses.replace(config.parallel, tensor_model_parallel_size=1)
+        config,
+        parallel=dataclasses.replace(
+            config.parallel, tensor_model_parallel_size=1, context_parallel_size=1
+        ),
     )
     architecture = resolve_architecture(single, needs_weights=False)
     work = workload_of(single, architecture)

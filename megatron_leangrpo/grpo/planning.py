@@ -57,6 +57,11 @@ def resolve_auto(config: RunConfig, world_size: int) -> tuple[RunConfig, str | N
     """
     if config.grpo.schedule != "auto":
         return config, None
+    if config.parallel.context_parallel_size > 1:
+        raise ValueError(
+            f"parallel.context_parallel_size = {config.parallel.context_parallel_size}: "
+            "grpo.schedule = auto does not reckon with it yet; name a schedule"
+        )
     architecture = resolve_architecture(config, needs_weights=False)
     tp = config.parallel.tensor_model_parallel_size
     device = _device(min(world_size, platform.local_world_size()))

@@ -39,14 +39,14 @@ class Scorer:
     def score(
         self, latents: torch.Tensor, prompts: Sequence[Prompt]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return rewards `[b, rewards]`, correctness `[b]` and, on one rank of each
-        tensor-parallel group, the images `[b, 3, height, width]`.
+        """Return rewards `[b, rewards]`, correctness `[b]` and, on one of the ranks that share the
+        trajectories, the images `[b, 3, height, width]`.
 
         Correctness is 1 or 0, or NaN where no reward has a verdict.
         """
         columns = torch.zeros(len(prompts), len(self.names) + 1, dtype=torch.float64)
-        images = None
-        if platform.tp_rank() == 0:
+        images, group = None, platform.trajectory_group()
+        if platform.group_rank(group) == 0:
             images = self.codec.decode(latents, self.height, self.width)
             scores = self.reward(
                 images, [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts]
@@ -55,9 +55,8 @@ class Scorer:
                 self.warn(f"{failure}; its group is dropped")
             columns[:, :-1] = torch.stack([scores.parts[name] for name in self.names], dim=1)
             columns[:, -1] = torch.nan if scores.correct is None else scores.correct.double()
-        if platform.tp_size() > 1:
+        if platform.group_size(group) > 1:
             columns = columns.to(platform.device())
-            group = platform.tp_group()
             dist.broadcast(columns, src=dist.get_global_rank(group, 0), group=group)
             columns = columns.cpu()
         return columns[:, :-1], columns[:, -1], images

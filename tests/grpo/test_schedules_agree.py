@@ -14,8 +14,15 @@ from tests.grpo import tiny
 BETWEEN_SCHEDULES = {"float32": 1e-6, "float64": 1e-12}
 # Sums over ranks and matrix products of other shapes round in another order.
 BETWEEN_LAYOUTS = {"float32": 1e-5, "float64": 1e-11}
-# World size, tensor-parallel size, and the first case: placement matters with data parallel only.
-LAYOUTS = {"tp 2": (2, 2, 2), "dp 2": (2, 1, 0), "tp 2 dp 2": (4, 2, 1)}
+# World size, tensor- and context-parallel size, and the first case: placement matters with data
+# parallel only.
+LAYOUTS = {
+    "tp 2": (2, 2, 1, 2),
+    "dp 2": (2, 1, 1, 0),
+    "cp 2": (2, 1, 2, 3),
+    "tp 2 dp 2": (4, 2, 1, 1),
+    "tp 2 cp 2": (4, 2, 2, 3),
+}
 # A rank has 4 of 8 samples at data-parallel size 2: 2 divides, 3 does not, 8 is more.
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "spread, 2 at a time": {"grpo": {"placement": "spread", "micro_batch_size": 2}},
@@ -38,14 +45,21 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def _gradients(
-    prompts: str, dtype: str, tensor_parallel: int, first_case: int = 0
+    prompts: str,
+    dtype: str,
+    tensor_parallel: int,
+    context_parallel: int = 1,
+    first_case: int = 0,
 ) -> dict[str, dict[str, Any]]:
     """By case: the gradient by replay, how far retain is from it, and the ratios."""
     results = {}
     for case, sections in list(CASES.items())[first_case:]:
         defaults = {
             "model": {"dtype": dtype},
-            "parallel": {"tensor_model_parallel_size": tensor_parallel},
+            "parallel": {
+                "tensor_model_parallel_size": tensor_parallel,
+                "context_parallel_size": context_parallel,
+            },
             "sampling": {"num_steps": 3},
         }
         merged = {

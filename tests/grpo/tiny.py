@@ -123,9 +123,11 @@ def tiny_config(prompts: str, **sections: Any) -> RunConfig:
 
 def start(config: RunConfig) -> Experiment:
     """Join the layout of the configuration, unless we are in it, and build its experiment."""
-    size = config.parallel.tensor_model_parallel_size
-    if platform.dp_group() is None or platform.tp_size() != size:
-        platform.initialize_distributed(size)
+    parallel = config.parallel
+    layout = (parallel.tensor_model_parallel_size, parallel.context_parallel_size)
+    current = (platform.tp_size(), platform.group_size(platform.cp_group()))
+    if platform.dp_group() is None or current != layout:
+        platform.initialize_distributed(layout[0], context_parallel_size=layout[1])
     return build_experiment(config)
 
 

@@ -41,11 +41,17 @@ def references():
 
 
 def _velocity_and_gradients(
-    tensor_parallel: int, sequence_parallel: bool, weights: dict, batches: list[Inputs]
+    tensor_parallel: int,
+    sequence_parallel: bool,
+    weights: dict,
+    batches: list[Inputs],
+    context_parallel: int = 1,
 ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    platform.initialize_distributed(tensor_parallel)
+    platform.initialize_distributed(tensor_parallel, context_parallel_size=context_parallel)
     config = small_config(
-        tensor_model_parallel_size=tensor_parallel, sequence_parallel=sequence_parallel
+        tensor_model_parallel_size=tensor_parallel,
+        context_parallel_size=context_parallel,
+        sequence_parallel=sequence_parallel,
     )
     model = FluxTransformer(config)
     load_diffusers_state_dict(model, weights)
@@ -62,18 +68,33 @@ def _velocity_and_gradients(
 
 
 @pytest.mark.parametrize(
-    ("tensor_parallel", "sequence_parallel"), [(2, False), (2, True), (4, False), (4, True)]
+    ("tensor_parallel", "context_parallel", "sequence_parallel"),
+    [
+        (2, 1, False),
+        (2, 1, True),
+        (4, 1, False),
+        (4, 1, True),
+        (1, 2, False),
+        # 3 does not divide the 4 heads, and leaves pads in every shape.
+        (1, 3, False),
+        (1, 4, False),
+        (2, 2, False),
+        (2, 2, True),
+    ],
 )
-def test_sharded_model_matches_diffusers(run_ranks, references, tensor_parallel, sequence_parallel):
+def test_sharded_model_matches_diffusers(
+    run_ranks, references, tensor_parallel, context_parallel, sequence_parallel
+):
     batches = [make_inputs(small_config(), **shape) for shape in SHAPES.values()]
     weights = references["odd"]["weights"]
     ranks = run_ranks(
-        tensor_parallel,
+        tensor_parallel * context_parallel,
         _velocity_and_gradients,
         tensor_parallel,
         sequence_parallel,
         weights,
         batches,
+        context_parallel,
     )
     for n, name in enumerate(SHAPES):
         for rank in ranks:

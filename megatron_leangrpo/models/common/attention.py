@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.utils.checkpoint import checkpoint
 
 from megatron_leangrpo import platform
 from megatron_leangrpo.models.common.rotary import rotate
+from megatron_leangrpo.parallel.ulysses import HeadExchange
 
 RMS_NORM_EPS = 1e-6
 
@@ -124,6 +126,12 @@ class _NormaliseAndRotate(torch.autograd.Function):
         projection /= ctx.count
         qk_grad = torch.addcmul(grad * weight, normalised, projection, value=-1).mul_(inverse_rms)
         return qk_grad.to(qk.dtype), weight_grad, None, None, None
+
+
+def head_exchange(config: TransformerConfig) -> HeadExchange:
+    """The exchange of tokens and heads over the context-parallel ranks around an attention."""
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    return HeadExchange(heads, platform.cp_group())
 
 
 class CoreAttention(torch.nn.Module):

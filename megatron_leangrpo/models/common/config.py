@@ -31,6 +31,8 @@ class TransformerSettings:
     """none keeps all activations, selective recomputes attention, full recomputes every block."""
     params_dtype: torch.dtype = torch.float32
     """Dtype of weights and activations."""
+    context_parallel_size: int = 1
+    """Ranks over which tokens are sharded outside attention and heads inside (Ulysses)."""
     tensor_model_parallel_size: int = 1
     """Ranks over which heads and features are sharded."""
     sequence_parallel: bool = False
@@ -86,6 +88,7 @@ class TransformerSettings:
 
         config = TransformerConfig(
             tensor_model_parallel_size=self.tensor_model_parallel_size,
+            context_parallel_size=self.context_parallel_size,
             sequence_parallel=self.sequence_parallel and self.tensor_model_parallel_size > 1,
             params_dtype=self.params_dtype,
             bf16=self.params_dtype == torch.bfloat16,

@@ -22,24 +22,36 @@ class ShardedTransformer(MegatronModule):
         super().__init__(config)
         assert config.hidden_dropout == 0.0 and config.attention_dropout == 0.0
         self.tp_group = platform.tp_group()
+        self.cp_group = platform.cp_group()
         assert platform.group_size(self.tp_group) == settings.tensor_model_parallel_size
+        assert platform.group_size(self.cp_group) == settings.context_parallel_size
         self.recomputes_blocks = settings.recompute_granularity == "full"
 
     @property
     def sequence_shards(self) -> int:
-        """Ranks over which the tokens are sharded between the projections."""
-        return platform.group_size(self.tp_group) if self.config.sequence_parallel else 1
+        """Ranks over which the tokens are sharded between the projections.
+
+        The context-parallel ranks have consecutive parts, each cut over its tensor-parallel ranks.
+        """
+        tensor = platform.group_size(self.tp_group) if self.config.sequence_parallel else 1
+        return tensor * platform.group_size(self.cp_group)
 
     def scatter_padded(self, x: torch.Tensor, per_partition: int) -> torch.Tensor:
         """This rank's tokens of a whole stream `[s, ...]`, padded so that each rank has as many."""
         shards = self.sequence_shards
         if shards == 1:
             return x
-        return scatter_tokens(pad_tokens(x, per_partition * shards), self.tp_group)
+        x = pad_tokens(x, per_partition * shards)
+        # Every rank of the context computes its part alone: gradients of what comes before are
+        # summed with those of the data-parallel ranks.
+        x = x.chunk(platform.group_size(self.cp_group))[platform.group_rank(self.cp_group)]
+        return scatter_tokens(x, self.tp_group) if self.config.sequence_parallel else x
 
     def gather_without_pads(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
         """The whole stream from every rank's tokens; every rank then computes the same loss."""
-        return gather_tokens(x, self.tp_group)[:tokens] if self.sequence_shards > 1 else x
+        if self.config.sequence_parallel:
+            x = gather_tokens(x, self.tp_group)
+        return gather_tokens(x, self.cp_group)[:tokens]
 
     def run_block(self, block: torch.nn.Module, *inputs: object) -> Any:
         """A block's output; under full recomputation the graph keeps the block's inputs alone."""

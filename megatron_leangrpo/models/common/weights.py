@@ -188,7 +188,7 @@ def sharded_parameters(model: torch.nn.Module) -> dict[str, Any]:
         make_tp_sharded_tensor_for_checkpoint,
     )
 
-    groups = {"tp_group": platform.tp_group(), "dp_cp_group": platform.dp_group()}
+    groups = {"tp_group": platform.tp_group(), "dp_cp_group": platform.dp_cp_group()}
     sharded = {}
     for name, parameter in model.named_parameters():
         dim = shard_dim(parameter)

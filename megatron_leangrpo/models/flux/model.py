@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_leangrpo.models.common.attention import (
     CoreAttention,
     HeadNorm,
+    head_exchange,
     normalise_and_rotate,
     split_qkv,
 )
@@ -151,6 +152,7 @@ class JointAttention(MegatronModule):
     def __init__(self, config: TransformerConfig, flux_config: FluxConfig) -> None:
         super().__init__(config)
         self.head_dim = head_dim = flux_config.head_dim
+        self.exchange = head_exchange(config)
         self.core_attention = CoreAttention(flux_config.recompute_granularity == "selective")
         hidden, dtype = config.hidden_size, config.params_dtype
         self.linear_qkv = ColumnParallelLinear(hidden, 3 * hidden, config)
@@ -166,9 +168,11 @@ class JointAttention(MegatronModule):
         self, img: torch.Tensor, txt: torch.Tensor, positions: Positions
     ) -> tuple[torch.Tensor, torch.Tensor]:
         layout = positions.layout
-        # The projections gather the tokens; what was padded for them ends here.
-        img_qk, img_v = split_qkv(self.linear_qkv(img)[: layout.image], self.head_dim)
-        txt_qk, txt_v = split_qkv(self.added_linear_qkv(txt)[: layout.text], self.head_dim)
+        # Projections and exchange gather the tokens; what was padded for them ends here.
+        img_qkv = self.exchange.to_heads(self.linear_qkv(img))[: layout.image]
+        txt_qkv = self.exchange.to_heads(self.added_linear_qkv(txt))[: layout.text]
+        img_qk, img_v = split_qkv(img_qkv, self.head_dim)
+        txt_qk, txt_v = split_qkv(txt_qkv, self.head_dim)
         img_qk = normalise_and_rotate(img_qk, self.q_layernorm, self.k_layernorm, positions.image)
         # Text is all at the origin, which rotates nothing.
         txt_qk = normalise_and_rotate(txt_qk, self.added_q_layernorm, self.added_k_layernorm, None)
@@ -176,8 +180,8 @@ class JointAttention(MegatronModule):
         q, k = torch.cat((txt_qk, img_qk)).unbind(dim=-2)
         out = self.core_attention(q, k, torch.cat((txt_v, img_v)))
         txt, img = out.split((layout.text, layout.image))
-        img = pad_tokens(img, layout.image_per_partition * layout.shards)
-        txt = pad_tokens(txt, layout.text_per_partition * layout.shards)
+        img = self.exchange.to_tokens(pad_tokens(img, layout.image_per_partition * layout.shards))
+        txt = self.exchange.to_tokens(pad_tokens(txt, layout.text_per_partition * layout.shards))
         return self.linear_proj(img), self.added_linear_proj(txt)
 
 
@@ -187,6 +191,7 @@ class SingleStreamBlock(MegatronModule):
     def __init__(self, config: TransformerConfig, flux_config: FluxConfig) -> None:
         super().__init__(config)
         self.head_dim = flux_config.head_dim
+        self.exchange = head_exchange(config)
         hidden, ffn, dtype = config.hidden_size, config.ffn_hidden_size, config.params_dtype
         shared_input = {"takes_all_tokens": True, "reduces_input_grad": False}
         self.modulation = Modulation(config, chunks=3)
@@ -204,12 +209,13 @@ class SingleStreamBlock(MegatronModule):
         x = modulated_norm(tokens, shift, scale)
         qkv, mlp = project_together(x, [self.linear_qkv, self.linear_fc1], self.config)
 
-        qk, v = split_qkv(positions.drop_pads(qkv), self.head_dim)
+        qk, v = split_qkv(positions.drop_pads(self.exchange.to_heads(qkv)), self.head_dim)
         qk = normalise_and_rotate(qk, self.q_layernorm, self.k_layernorm, positions.joined)
         attn = self.core_attention(*qk.unbind(dim=-2), v)
         mlp = F.gelu(mlp, approximate="tanh")
 
-        return gated_residual(tokens, gate, self.linear_out(positions.restore_pads(attn), mlp))
+        attn = self.exchange.to_tokens(positions.restore_pads(attn))
+        return gated_residual(tokens, gate, self.linear_out(attn, mlp))
 
 
 class LastLayer(MegatronModule):
