@@ -27,6 +27,33 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
+    _add_conversions(commands)
+    verify = commands.add_parser(
+        "verify",
+        help="compare two checkpoints; exit status 1 when they differ",
+        description="Compare two checkpoints of any format tensor by tensor.",
+        allow_abbrev=False,
+    )
+    verify.add_argument("first", metavar="A", help="checkpoint of any format")
+    verify.add_argument("second", metavar="B", help="checkpoint of any format")
+    verify.add_argument("--average", action="store_true", help="take the weight average of A")
+    verify.add_argument(
+        "--forward",
+        action="store_true",
+        help="also run each on the CPU: diffusers' own model for its files, else ours",
+    )
+    verify.set_defaults(run=_verify)
+
+    inspect = commands.add_parser(
+        "inspect", help="parameters, shapes, dtypes, format, step, layout", allow_abbrev=False
+    )
+    inspect.add_argument("path", metavar="DIR", help="checkpoint of any format")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+    inspect.set_defaults(run=_inspect)
+    return parser
+
+
+def _add_conversions(commands) -> None:
     read = commands.add_parser(
         "import",
         help="diffusers or original weights to a megatron checkpoint",
@@ -60,30 +87,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--max-shard-size", default="10GB", metavar="SIZE", help="of a file (default: 10GB)"
     )
     write.set_defaults(run=_export)
-
-    verify = commands.add_parser(
-        "verify",
-        help="compare two checkpoints; exit status 1 when they differ",
-        description="Compare two checkpoints of any format tensor by tensor.",
-        allow_abbrev=False,
-    )
-    verify.add_argument("first", metavar="A", help="checkpoint of any format")
-    verify.add_argument("second", metavar="B", help="checkpoint of any format")
-    verify.add_argument("--average", action="store_true", help="take the weight average of A")
-    verify.add_argument(
-        "--forward",
-        action="store_true",
-        help="also run each on the CPU: diffusers' own model for its files, else ours",
-    )
-    verify.set_defaults(run=_verify)
-
-    inspect = commands.add_parser(
-        "inspect", help="parameters, shapes, dtypes, format, step, layout", allow_abbrev=False
-    )
-    inspect.add_argument("path", metavar="DIR", help="checkpoint of any format")
-    inspect.add_argument("--json", action="store_true", help="print JSON")
-    inspect.set_defaults(run=_inspect)
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -141,7 +141,7 @@ def open_checkpoint(
     if isinstance(found, SafetensorsInput):
         if average:
             raise ValueError(f"--average: {path} is no checkpoint of a run and has no average")
-        checkpoint = _open_safetensors(found, setting, family_name)
+        checkpoint = _open_safetensors(found, setting)
     else:
         checkpoint = _open_megatron(found, setting, average, verified)
     if family_name is not None and checkpoint.family_name != family_name:
@@ -153,20 +153,16 @@ def open_checkpoint(
     return checkpoint
 
 
-def _open_safetensors(found: SafetensorsInput, setting: str, family_name: str | None) -> Checkpoint:
+def _open_safetensors(found: SafetensorsInput, setting: str) -> Checkpoint:
     tensors, notes = without_wrappers(WeightFiles(found.weights, setting, wrappers=()))
-    family_name = _family_of(tensors.layout, found, setting) or family_name
-    if family_name is None:
-        raise ValueError(
-            f"{setting}: {found.config_path} does not exist; put it beside the weights"
-        )
+    family_name = _family_of(tensors.layout, found, setting)
     family = model_family(family_name)
-    is_original = family.original.marker in tensors.layout
+    is_original = _is_original(family, tensors.layout)
     config = found.config
-    if config is None or config.get("_class_name") != family.class_name:
+    if is_original and (config is None or config.get("_class_name") != family.class_name):
         try:
             config, assumed = family.original.diffusers_config(tensors.layout, config or {})
-        except (KeyError, ValueError) as error:
+        except (LookupError, ValueError, ArithmeticError) as error:
             raise ValueError(
                 f"{setting}: {found.weights} does not tell the sizes of a {family_name} ({error}); "
                 "put the transformer's config.json beside it"
@@ -178,21 +174,26 @@ def _open_safetensors(found: SafetensorsInput, setting: str, family_name: str | 
     return Checkpoint(found.weights, layout, family_name, config, tensors, notes=notes)
 
 
-def _family_of(
-    layout: Mapping[str, TensorInfo], found: SafetensorsInput, setting: str
-) -> str | None:
-    """The family that the configuration or the authors' names tell, if any does."""
+def _family_of(layout: Mapping[str, TensorInfo], found: SafetensorsInput, setting: str) -> str:
+    """The family that the configuration or the authors' names tell."""
     class_name = (found.config or {}).get("_class_name")
     families = {name: model_family(name) for name in family_names()}
     for name, family in families.items():
-        if class_name == family.class_name or family.original.marker in layout:
+        if class_name == family.class_name or _is_original(family, layout):
             return name
     if class_name is None:
-        return None
+        raise ValueError(
+            f"{setting}: {found.config_path} is not there or has no _class_name; put the "
+            "transformer's config.json beside the weights"
+        )
     known = ", ".join(family.class_name for family in families.values())
     raise ValueError(
         f"{setting}: {found.config_path} describes a {class_name}; what can be converted: {known}"
     )
+
+
+def _is_original(family: ModelFamily, layout: Mapping[str, TensorInfo]) -> bool:
+    return family.original is not None and family.original.marker in layout
 
 
 def _open_megatron(path: Path, setting: str, average: bool, verified: bool) -> Checkpoint:

@@ -25,6 +25,10 @@ def run_transformer(checkpoint: Path, setting: str) -> tuple[str, dict[str, Any]
         )
     model = read_config(read_recipe(str(recipe)), []).model
     family = model_family(model.family)
+    if model.base is None and family.to_diffusers_config is None:
+        raise ValueError(
+            f"{setting}: a preset of {model.family} has no {CONFIG}; put one into {checkpoint}"
+        )
     if model.base is None:
         return model.family, family.to_diffusers_config(find_preset(family, model.preset)())
     base = resolve_asset(model.base)

@@ -50,10 +50,11 @@ class ModelFamily:
     """A configuration to the table of its weights: ours and diffusers'."""
     describe: Callable[[Any], str]
     """A configuration in a few words."""
-    to_diffusers_config: Callable[[Any], dict[str, Any]]
-    """A configuration to the `config.json` with which diffusers builds the same architecture."""
-    original: OriginalLayout
-    """The authors' own files."""
+    to_diffusers_config: Callable[[Any], dict[str, Any]] | None = None
+    """A configuration to the `config.json` with which diffusers builds the same architecture; None
+    where only a base says it."""
+    original: OriginalLayout | None = None
+    """The authors' own files; None where they are diffusers' or are not read."""
     shape: Callable[[Any, int, int], TransformerShape] | None = None
     """A configuration, image tokens and text tokens to sizes; None cannot be planned."""
     companions: Companions = field(default_factory=Companions)
