@@ -89,7 +89,7 @@ def compare(
     first = comparison.reports[comparison.baseline]
     console.table(
         ["schedule", "rel. error", "cosine", "rollout s", "reward s", "update s", "total s",
-         "speed", "peak"],
+         "speed", "peak activations", "gradient buffers"],
         [
             [
                 name,
@@ -101,6 +101,7 @@ def compare(
                 number(report.time_total),
                 f"{first.time_total / report.time_total:.2f}x",
                 byte_size(report.peak_activation_bytes),
+                byte_size(report.gradient_buffer_bytes + report.moment_buffer_bytes),
             ]
             for name, report in comparison.reports.items()
         ],
