@@ -189,8 +189,9 @@ class RemoteRewardConfig:
     """Longest wait for one answer."""
     deadline_seconds: float = 300.0
     """Longest wait for one answer with all retries."""
-    retries: int = 5
-    """Further attempts after an error, with growing random pauses."""
+    retries: int = 10
+    """Further attempts after an error, with growing random pauses; waiting for a server that is
+    busy does not count."""
     token_variable: str = "LEANGRPO_REWARD_TOKEN"
     """Environment variable that holds the bearer token; no token is sent where it is not set."""
 

@@ -36,7 +36,7 @@ class RemoteSettings:
     url: str
     timeout_seconds: float = 60.0
     deadline_seconds: float = 300.0
-    retries: int = 5
+    retries: int = 10
     token_variable: str = TOKEN_VARIABLE
 
     def __post_init__(self) -> None:
@@ -54,6 +54,10 @@ class RemoteSettings:
 
 class _TryAgain(Exception):
     """What another attempt may cure."""
+
+
+class _Busy(_TryAgain):
+    """The server works and has no room yet: waiting for it is no failed attempt."""
 
 
 class RewardServer:
@@ -96,10 +100,16 @@ class RewardServer:
 
         settings = self.settings
         deadline = time.monotonic() + settings.deadline_seconds
+        failures = 0
+
+        def used_up(state: tenacity.RetryCallState) -> bool:
+            nonlocal failures
+            failures += not isinstance(state.outcome.exception(), _Busy)
+            return failures > settings.retries
+
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(_TryAgain),
-            stop=tenacity.stop_after_attempt(settings.retries + 1)
-            | tenacity.stop_before_delay(settings.deadline_seconds),
+            stop=tenacity.stop_any(used_up, tenacity.stop_before_delay(settings.deadline_seconds)),
             wait=tenacity.wait_random_exponential(multiplier=0.25, max=MAX_WAIT_SECONDS),
             reraise=True,
         )
@@ -110,7 +120,7 @@ class RewardServer:
         except _TryAgain as error:
             tries = retrying.statistics.get("attempt_number", 1)
             raise RewardUnavailableError(
-                f"{settings.url}: {error} (the last of {tries} attempts)"
+                f"no score from the reward server: {error} (the last of {tries} attempts)"
             ) from error
 
     def _score_once(self, reward: str, request: dict[str, Any], end: float) -> RewardScores:
@@ -183,7 +193,9 @@ def _raise_for_status(status: int, content: bytes) -> None:
         message = f"{status} {error['code']}: {error['message']}"
     except (ValueError, LookupError, TypeError, RecursionError):
         message = f"status {status}"
-    if status in (408, 429) or status >= 500:
+    if status == 429:
+        raise _Busy(message)
+    if status == 408 or status >= 500:
         raise _TryAgain(message)
     if status == 422:
         # These pictures or prompts, so others may well be scored.
@@ -202,8 +214,9 @@ class RemoteReward:
         """Raise ValueError if the server cannot be reached or has no such reward."""
         try:
             self.verdict = self._described()[0].get("verdict")
-        except (RewardUnavailableError, RuntimeError) as error:
-            raise ValueError(f"reward {self.name!r}: reward.remote.url = {error}") from error
+        except RuntimeError as error:
+            url = self.server.settings.url
+            raise ValueError(f"reward {self.name!r}, reward.remote.url = {url}: {error}") from error
 
     def _described(self) -> tuple[dict[str, Any], dict[str, int]]:
         """What the server says about this reward, and its limits."""
@@ -216,11 +229,10 @@ class RemoteReward:
             known = ", ".join(rewards)
         except (LookupError, TypeError, ValueError) as error:
             raise RewardUnavailableError(
-                f"{self.server.settings.url} is no reward server of leangrpo"
+                "the answer is not that of a reward server of leangrpo"
             ) from error
         raise RewardUnavailableError(
-            f"{self.server.settings.url} has no reward {self.name!r} that this version can use; "
-            f"it serves {known}"
+            f"the server has no reward {self.name!r} that this version can use; it serves {known}"
         )
 
     def __call__(

@@ -16,6 +16,8 @@ from megatron_leangrpo.rewards.wire import TOKEN_VARIABLE
 if TYPE_CHECKING:
     from megatron_leangrpo.rewards.server import Limits
 
+MAX_CONNECTIONS = 4096
+
 
 def serve_rewards(
     names: Sequence[str],
@@ -51,8 +53,8 @@ def serve_rewards(
         host=host,
         port=port,
         log_level="warning",
-        # What max_requests lets in, those it answers with 429, and those that ask for health.
-        limit_concurrency=4 * checked.max_requests + 16,
+        # Connections, idle ones of many ranks too; what is in hand is bounded by max_requests.
+        limit_concurrency=MAX_CONNECTIONS,
         timeout_keep_alive=60,
     )
 

@@ -218,6 +218,28 @@ def test_requests_that_wait_together_are_scored_together_and_the_queue_is_bounde
         assert reward.sizes[0] == 1 and sum(reward.sizes) == 3
 
 
+def test_a_client_waits_for_a_busy_server_and_spends_no_retries():
+    reward, refused = Blocked(), threading.Event()
+    app = create_app({"slow": reward}, limits=Limits(max_requests=1))
+
+    async def watched(scope, receive, send):
+        async def watch(message):
+            if message.get("status") == 429:
+                refused.set()
+            await send(message)
+
+        await app(scope, receive, watch)
+
+    with serve(watched) as address, ThreadPoolExecutor(2) as pool:
+        call = lambda: client("slow", address, retries=0)(IMAGES[:1], ["x"], [{}])  # noqa: E731
+        first = pool.submit(call)
+        assert reward.entered.wait(30)
+        second = pool.submit(call)
+        assert refused.wait(30)
+        reward.allowed.set()
+        assert [answer.result(60).scores.tolist() for answer in (first, second)] == [[1.0]] * 2
+
+
 def test_batches_hold_only_what_fits_and_a_bad_request_spares_its_neighbours():
     from megatron_leangrpo.rewards.batching import Batcher, ExpiredError, Job
 
