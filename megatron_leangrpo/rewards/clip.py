@@ -74,8 +74,6 @@ class Clip:
     """Image and text features of a CLIP model, in batches; weights are read on first use."""
 
     def __init__(self, reward: str, settings: ModelSettings, prepare: Prepare) -> None:
-        from transformers import CLIPConfig, CLIPModel
-
         self.folder = weights_folder(reward, settings, "config.json", "model.safetensors")
         kind = read_config(reward, self.folder).get("model_type")
         if kind != "clip":
@@ -83,6 +81,8 @@ class Clip:
                 f"reward {reward!r}: {self.folder / 'config.json'} is of model_type {kind!r}, "
                 "not 'clip'"
             )
+        from transformers import CLIPConfig, CLIPModel
+
         self.config = CLIPConfig.from_pretrained(self.folder, local_files_only=True)
         file = self.folder / "model.safetensors"
         wanted = wanted_shapes(lambda: CLIPModel(self.config))

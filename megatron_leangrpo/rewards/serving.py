@@ -4,6 +4,7 @@
 import importlib.util
 import ipaddress
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,9 +47,7 @@ def serve_rewards(
 
     from megatron_leangrpo.rewards.server import create_app
 
-    who = "with a bearer token" if token else "to everybody on this machine, without a token"
-    print(f"serving {', '.join(names)} {who}", flush=True)
-    uvicorn.run(
+    config = uvicorn.Config(
         create_app(rewards, token, checked),
         host=host,
         port=port,
@@ -57,6 +56,19 @@ def serve_rewards(
         limit_concurrency=MAX_CONNECTIONS,
         timeout_keep_alive=60,
     )
+    with _listen(host, port) as listener:
+        who = "with a bearer token" if token else "without a token"
+        address = f"http://{host}:{listener.getsockname()[1]}"
+        print(f"serving {', '.join(names)} {who} on {address}", flush=True)
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise ValueError(f"--host {host} --port {port}: {error}") from error
 
 
 def read_token(token_file: str | None) -> str | None:
