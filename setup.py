@@ -54,7 +54,14 @@ setup(
         # The rapidocr wheel carries the PP-OCRv6 recogniser that the tiny task was tuned with.
         "ocr": ["rapidocr>=3.10", "onnxruntime>=1.20"],
         # Reward servers and the client of `reward.remote`.
-        "serve": ["fastapi>=0.115", "uvicorn>=0.30", "httpx>=0.27", "tenacity>=9.0"],
+        "serve": [
+            "fastapi>=0.115",
+            "uvicorn>=0.30",
+            "httpx>=0.27",
+            "tenacity>=9.0",
+            "pydantic>=2.7",
+            "starlette>=0.40",
+        ],
         "video": ["av>=14"],
         "wandb": ["wandb>=0.18"],
         "gpu": ["transformer-engine[pytorch]>=2.0"],

@@ -21,6 +21,44 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 quiet_libraries()
 
 
+# What takes seconds to repeat, in another layout or dtype, what a faster test shows every day.
+REPEATED_SLOWLY = (
+    "benchmarks/test_benchmarks.py::test_two_ranks",
+    "benchmarks/test_benchmarks.py::test_without_jagg",
+    "checkpoint/test_resume.py::test_a_damaged_newest_checkpoint_is_named_and_the_one_before_continues[dp",
+    "checkpoint/test_resume.py::test_a_killed_run_resumes_bit_for_bit[alone, bfloat16",
+    "checkpoint/test_resume.py::test_a_run_resumes_in_another_layout[alone-cp",
+    "checkpoint/test_resume.py::test_a_run_resumes_in_another_layout[dp",
+    "checkpoints_tools/test_round_trip.py::test_an_import_loads_at_every_tensor_parallel_size[1-4",
+    "grpo/test_jagg.py::test_on_two_ranks_jagg_gives_one_gradient_on_every_schedule[1-False",
+    "grpo/test_jagg.py::test_on_two_ranks_jagg_gives_one_gradient_on_every_schedule[2-",
+    "grpo/test_prompt_use.py::test_a_resumed_run_goes_on_with_the_same_prompts[p8",
+    "grpo/test_reweight.py::test_in_one_process_reweight_gives_the_gradient_of_replay[float32",
+    "grpo/test_schedules_agree.py::test_in_every_layout_both_schedules_give_the_gradient_of_one_process"
+    "[tp 2 cp 2-float32",
+    "grpo/test_schedules_agree.py::test_in_every_layout_both_schedules_give_the_gradient_of_one_process"
+    "[tp 2 dp 2-float32",
+    "models/test_flux_overlap.py::test_overlapped_model_matches_diffusers[4",
+    "models/test_flux_overlap.py::test_twenty_training_steps",
+    "models/test_flux_tensor_parallel.py::test_sharded_model_matches_diffusers[1-4",
+    "models/test_flux_tensor_parallel.py::test_sharded_model_matches_diffusers[4-1-False",
+    "models/test_flux_weights.py::test_checkpoint_loads_at_another_tensor_parallel_size[4-2",
+    "models/test_wan_tensor_parallel.py::test_large_numbers_in_pad_rows_change_no_bit[4",
+    "planner/test_memory.py::test_the_predicted_peak_is_the_measured_one[bfloat16",
+    "planner/test_memory.py::test_the_predicted_peak_is_the_measured_one[wide",
+    "rewards/test_remote_run.py",
+    "test_contributing.py::test_adding_a_model",
+    "test_contributing.py::test_adding_a_recipe",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the slow repetitions to launch/test.sh --all."""
+    for item in items:
+        if item.nodeid.removeprefix("tests/").startswith(REPEATED_SLOWLY):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def run_ranks() -> Iterator[RankLauncher]:
     """Run a function on real gloo ranks: `run_ranks(world_size, function, *args, **kwargs)`.
