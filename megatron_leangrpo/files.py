@@ -21,9 +21,9 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     temporary = path.with_name(f".{uuid.uuid4().hex}{path.suffix}")
     try:
         yield temporary
-        sync_file(temporary)
+        sync(temporary)
         temporary.replace(path)
-        sync_folder(path.parent)
+        sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -35,13 +35,8 @@ def atomic_write(path: str | os.PathLike[str], content: str | bytes) -> None:
         temporary.write_bytes(data)
 
 
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder survive a power cut."""
-    sync_file(path)
-
-
-def sync_file(path: Path) -> None:
-    """Make the content of a file survive a power cut."""
+def sync(path: Path) -> None:
+    """Make the content of a file, or the names in a folder, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -79,12 +74,12 @@ def replaced_folder(path: Path, replaceable: re.Pattern[str], setting: str) -> I
     try:
         yield temporary
         for file in temporary.iterdir():
-            sync_file(file)
-        sync_folder(temporary)
+            sync(file)
+        sync(temporary)
         if path.exists():
             path.rename(replaced)
         temporary.rename(path)
-        sync_folder(path.parent)
+        sync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         if replaced.exists() and not path.exists():

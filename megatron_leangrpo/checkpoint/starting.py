@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from megatron_leangrpo import platform
 from megatron_leangrpo.checkpoint.store import MANIFEST, checkpoints
 from megatron_leangrpo.checkpoint.stored import StoredTensors
 from megatron_leangrpo.models.common.config import TransformerSettings
-from megatron_leangrpo.models.common.weights import shard_dim
+from megatron_leangrpo.models.common.weights import full_shape
 from megatron_leangrpo.models.loading import CONFIG, read_json
 
 SETTING = "model.weights"
@@ -70,12 +69,7 @@ def check_architecture(
 def check_tensors(checkpoint: Path, model: torch.nn.Module) -> None:
     """Raise ``ValueError`` unless a checkpoint holds the weights of `model`, by name and shape."""
     stored = StoredTensors(checkpoint).layout
-    expected = {}
-    for name, parameter in model.named_parameters():
-        shape, dim = list(parameter.shape), shard_dim(parameter)
-        if dim is not None:
-            shape[dim] *= platform.tp_size()
-        expected[name] = tuple(shape)
+    expected = {name: full_shape(parameter) for name, parameter in model.named_parameters()}
     wrong = [f"{name} is missing" for name in expected if name not in stored]
     wrong += [f"{name} is unknown" for name in stored if name not in expected]
     wrong += [

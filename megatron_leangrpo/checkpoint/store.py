@@ -10,12 +10,12 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_leangrpo.files import atomic_write, sync_folder
+from megatron_leangrpo.files import atomic_write, sync
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -100,22 +100,31 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise ValueError(f"checkpoint {checkpoint}: no readable {MANIFEST}: {reason}") from error
 
 
-def damage(checkpoint: Path, names: Sequence[str] | None = None) -> str | None:
-    """Say what is wrong with a checkpoint, or None; `names` limits which files are read."""
+def damage(checkpoint: Path) -> str | None:
+    """Say what is wrong with a checkpoint, or None."""
     try:
-        manifest = read_manifest(checkpoint)
+        files = read_manifest(checkpoint).files
     except ValueError as error:
-        return str(error).partition(": ")[2]
-    for name in sorted(manifest.files) if names is None else names:
-        path, expected = checkpoint / name, manifest.files[name]
-        try:
-            size = path.stat().st_size
-            if size != expected.num_bytes:
-                return f"{name} has {size} bytes instead of {expected.num_bytes}"
-            if record_file(path) != expected:
-                return f"the content of {name} is not what was written"
-        except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
+        return manifest_damage(error)
+    found = (file_damage(checkpoint / name, files[name]) for name in sorted(files))
+    return next((wrong for wrong in found if wrong is not None), None)
+
+
+def manifest_damage(error: ValueError) -> str:
+    """What `read_manifest` complains about, without the checkpoint's name."""
+    return str(error).partition(": ")[2]
+
+
+def file_damage(path: Path, expected: FileRecord) -> str | None:
+    """Say how a file differs from its record, or None."""
+    try:
+        size = path.stat().st_size
+        if size != expected.num_bytes:
+            return f"{path.name} has {size} bytes instead of {expected.num_bytes}"
+        if record_file(path) != expected:
+            return f"the content of {path.name} is not what was written"
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror}"
     return None
 
 
@@ -141,9 +150,14 @@ class Found:
 
 def newest_valid(folder: Path) -> Found:
     """Look for the newest checkpoint whose files are all as they were written."""
+    return first_whole([path for _, path in checkpoints(folder)], damage)
+
+
+def first_whole(paths: Iterable[Path], damage_of: Callable[[Path], str | None]) -> Found:
+    """The first of some checkpoints of which `damage_of` finds nothing."""
     skipped = []
-    for _, path in checkpoints(folder):
-        wrong = damage(path)
+    for path in paths:
+        wrong = damage_of(path)
         if wrong is None:
             return Found(path, skipped)
         skipped.append(f"{path.name}: {wrong}")
@@ -159,7 +173,7 @@ def publish(folder: Path, iteration: int) -> Path:
             number += 1
         final.rename(aside)
     temporary.rename(final)
-    sync_folder(folder)
+    sync(folder)
     return final
 
 

@@ -24,7 +24,9 @@ from megatron_leangrpo.checkpoint.store import (
     Found,
     Manifest,
     checkpoints,
-    damage,
+    file_damage,
+    first_whole,
+    manifest_damage,
     prune,
     publish,
     read_manifest,
@@ -107,32 +109,32 @@ def _record_files(temporary: Path) -> dict[str, FileRecord]:
 
 def find_newest(folder: Path) -> Found:
     """Look for the newest whole checkpoint; the ranks share the reading (a collective)."""
-    skipped: list[str] = []
-    numbers = dict(checkpoints(folder)) if platform.is_logging_rank() else {}
-    count = _from_logging_rank([len(numbers)])[0]
-    for number in _from_logging_rank(sorted(numbers, reverse=True) or [0] * count):
-        path = dict(checkpoints(folder))[number]
-        wrong = damage_on_any_rank(path)
-        if wrong is None:
-            return Found(path, skipped)
-        skipped.append(f"{path.name}: {wrong}")
-    return Found(None, skipped)
+    found = dict(checkpoints(folder))
+    # The logging rank's list counts: all must look at the same folders.
+    count = _from_logging_rank([len(found)])[0]
+    numbers = list(found) if platform.is_logging_rank() else [0] * count
+    return first_whole(map(found.__getitem__, _from_logging_rank(numbers)), damage_on_any_rank)
 
 
 def damage_on_any_rank(checkpoint: Path) -> str | None:
     """Say what is wrong with a checkpoint, or None; each rank reads its share (a collective)."""
     try:
-        names = sorted(read_manifest(checkpoint).files)
+        files = sorted(read_manifest(checkpoint).files.items())
     except ValueError as error:
-        return str(error).partition(": ")[2]
-    own = range(platform.rank(), len(names), platform.world_size())
-    first = next((i for i in own if damage(checkpoint, [names[i]]) is not None), len(names))
-    position = torch.tensor(first, device=platform.device())
-    dist.all_reduce(position, op=dist.ReduceOp.MIN)
-    first = int(position)
-    if first == len(names):
+        return manifest_damage(error)
+
+    def wrong(position: int) -> str | None:
+        name, record = files[position]
+        return file_damage(checkpoint / name, record)
+
+    own = range(platform.rank(), len(files), platform.world_size())
+    first = torch.tensor(
+        next((i for i in own if wrong(i) is not None), len(files)), device=platform.device()
+    )
+    dist.all_reduce(first, op=dist.ReduceOp.MIN)
+    if int(first) == len(files):
         return None
-    return damage(checkpoint, [names[first]]) or f"{names[first]} is damaged for another rank"
+    return wrong(int(first)) or f"{files[int(first)][0]} is damaged for another rank"
 
 
 def _from_logging_rank(values: list[int]) -> list[int]:

@@ -225,12 +225,17 @@ def shard_dim(parameter: torch.nn.Parameter) -> int | None:
     return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
 
 
-def _full_meta(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """A tensor without data that has the parameter's unsharded shape."""
+def full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
+    """The parameter's unsharded shape."""
     shape, dim = list(parameter.shape), shard_dim(parameter)
     if dim is not None:
         shape[dim] *= platform.tp_size()
-    return torch.empty(shape, device="meta")
+    return tuple(shape)
+
+
+def _full_meta(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """A tensor without data that has the parameter's unsharded shape."""
+    return torch.empty(full_shape(parameter), device="meta")
 
 
 def _own_shard(full: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
