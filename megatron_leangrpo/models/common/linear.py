@@ -3,7 +3,7 @@
 
 They keep megatron's parameters and attributes, return the output alone, and multiply with torch's
 own linear wherever no collective is tied to the product. Their collectives are megatron's, or those
-of `overlap` where the configuration asks for them.
+of `overlap` where the configuration asks for them. Each may have a low-rank adapter (`lora`).
 """
 
 import copy
@@ -26,7 +26,7 @@ def _leave_uninitialised(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def _mark_sharded(weight: torch.nn.Parameter, dim: int) -> None:
+def mark_sharded(weight: torch.nn.Parameter, dim: int) -> None:
     """Set what megatron sets only when it initialises: the gradient norm counts it on all ranks."""
     if not hasattr(weight, "tensor_model_parallel"):
         set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
@@ -70,11 +70,19 @@ def _overlap_plan(
     )
 
 
+def _adapted(
+    out: torch.Tensor, adapter: torch.nn.Module | None, *inputs: torch.Tensor
+) -> torch.Tensor:
+    """A layer's output with what its adapter adds to it."""
+    return out if adapter is None or not adapter.enabled else adapter(out, *inputs)
+
+
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
     """Output features sharded over the tensor-parallel ranks.
 
     With `takes_all_tokens` the input is whole on every rank although the model is sequence
     parallel; with `reduces_input_grad=False` the caller sums the input's gradient over the ranks.
+    With `shares_input` both hold of the product, and `project_together` is given the input.
     """
 
     def __init__(
@@ -84,7 +92,10 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
         config: TransformerConfig,
         takes_all_tokens: bool = False,
         reduces_input_grad: bool = True,
+        shares_input: bool = False,
     ) -> None:
+        takes_all_tokens |= shares_input
+        reduces_input_grad &= not shares_input
         super().__init__(
             input_size,
             output_size,
@@ -93,11 +104,18 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
             disable_grad_reduce=not reduces_input_grad,
             tp_group=platform.tp_group(),
         )
-        _mark_sharded(self.weight, dim=0)
+        mark_sharded(self.weight, dim=0)
         self.layer_name = type(self).__name__
+        self.adapter: torch.nn.Module | None = None
+        self.takes_shards = self.sequence_parallel or (shares_input and config.sequence_parallel)
+        self.takes_entered = not reduces_input_grad and not shares_input
         self._takes_all_tokens = takes_all_tokens
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _adapted(self.multiply(x), self.adapter, x)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """The output without an adapter."""
         if self.sequence_parallel or self.allreduce_dgrad:
             plan = _overlap_plan(self.config, self.tp_group, self.layer_name)
             # An input that is whole on every rank is a vector a sample: there is nothing to cut.
@@ -112,16 +130,17 @@ def project_together(
 ) -> Sequence[torch.Tensor]:
     """Each linear's output for the same tokens, which are gathered once and reduced once.
 
-    The linears are made with `takes_all_tokens` and without `reduces_input_grad`; `config` is the
-    model's.
+    The linears are made with `shares_input`; `config` is the model's.
     """
     first = linears[0]
     plan = _overlap_plan(config, first.tp_group, first.layer_name)
     if plan is None:
-        x = enter_tensor_parallel(x, first.tp_group, config.sequence_parallel)
-        return [linear(x) for linear in linears]
-    weights, biases = [one.weight for one in linears], [one.bias for one in linears]
-    return column_parallel(x, weights, biases, plan)
+        entered = enter_tensor_parallel(x, first.tp_group, config.sequence_parallel)
+        outputs = [linear.multiply(entered) for linear in linears]
+    else:
+        weights, biases = [one.weight for one in linears], [one.bias for one in linears]
+        outputs = column_parallel(x, weights, biases, plan)
+    return [_adapted(out, linear.adapter, x) for out, linear in zip(outputs, linears)]
 
 
 class RowParallelLinear(tensor_parallel.RowParallelLinear):
@@ -138,10 +157,14 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
             skip_bias_add=False,
             tp_group=platform.tp_group(),
         )
-        _mark_sharded(self.weight, dim=1)
+        mark_sharded(self.weight, dim=1)
         self.layer_name = type(self).__name__
+        self.adapter: torch.nn.Module | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _adapted(self._multiply(x), self.adapter, x)
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         if platform.group_size(self.tp_group) == 1:
             return F.linear(x, self.weight, self.bias)
         plan = _overlap_plan(self.config, self.tp_group, self.layer_name)
@@ -175,11 +198,15 @@ class JoinedRowParallelLinear(torch.nn.Module):
             torch.empty(output_size, mlp_size // shards, dtype=dtype)
         )
         self.bias = torch.nn.Parameter(torch.empty(output_size, dtype=dtype))
-        _mark_sharded(self.attn_weight, dim=1)
-        _mark_sharded(self.mlp_weight, dim=1)
+        mark_sharded(self.attn_weight, dim=1)
+        mark_sharded(self.mlp_weight, dim=1)
         self.bias.sequence_parallel = self.sequence_parallel
+        self.adapter: torch.nn.Module | None = None
 
     def forward(self, attn: torch.Tensor, mlp: torch.Tensor) -> torch.Tensor:
+        return _adapted(self._multiply(attn, mlp), self.adapter, attn, mlp)
+
+    def _multiply(self, attn: torch.Tensor, mlp: torch.Tensor) -> torch.Tensor:
         alone = platform.group_size(self.tp_group) == 1
         plan = _overlap_plan(self.config, self.tp_group, self.layer_name)
         if plan is not None:

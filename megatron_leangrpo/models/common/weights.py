@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from megatron_leangrpo import platform
 
+ADAPTER = ".adapter."
+"""Inside the names of the parameters that a low-rank adapter has."""
 _SHOWN_NAMES = 4
 
 Tensors = tuple[torch.Tensor, ...]
@@ -66,7 +68,10 @@ def heads_interleaved(ours: str, theirs: tuple[str, ...], head_dim: int) -> Rule
 
 
 def load_full_tensors(
-    model: torch.nn.Module, rules: Sequence[Rule], tensors: Mapping[str, torch.Tensor]
+    model: torch.nn.Module,
+    rules: Sequence[Rule],
+    tensors: Mapping[str, torch.Tensor],
+    setting: str = "model.base",
 ) -> None:
     """Fill `model` from full tensors under diffusers' names, reading each tensor once.
 
@@ -74,14 +79,14 @@ def load_full_tensors(
     one when it is read.
     """
     parameters = _checked_parameters(model, rules)
-    shapes = check_names(model, rules, tensors)
+    shapes = check_names(model, rules, tensors, setting)
     with torch.no_grad():
         for rule in rules:
             theirs = tuple(tensors[name] for name in rule.theirs)
             for name, tensor in zip(rule.theirs, theirs):
                 if tensor.shape != shapes[name]:
                     raise ValueError(
-                        f"model.base: tensor {name} has shape {tuple(tensor.shape)}; needed is "
+                        f"{setting}: tensor {name} has shape {tuple(tensor.shape)}; needed is "
                         f"{tuple(shapes[name])}"
                     )
             for name, full in zip(rule.ours, rule.to_ours(theirs)):
@@ -90,18 +95,36 @@ def load_full_tensors(
 
 
 def check_names(
-    model: torch.nn.Module, rules: Sequence[Rule], tensors: Mapping[str, torch.Tensor]
+    model: torch.nn.Module,
+    rules: Sequence[Rule],
+    tensors: Mapping[str, torch.Tensor],
+    setting: str = "model.base",
 ) -> dict[str, torch.Size]:
     """The shapes that full tensors must have; ValueError for missing or unknown ones."""
     shapes = full_shapes(model, rules)
-    _refuse("misses", sorted(set(shapes) - set(tensors)))
-    _refuse("has unknown", sorted(set(tensors) - set(shapes)))
+    _refuse(setting, "misses", sorted(set(shapes) - set(tensors)))
+    _refuse(setting, "has unknown", sorted(set(tensors) - set(shapes)))
     return shapes
 
 
 def initialise(model: torch.nn.Module, rules: Sequence[Rule], seed: int) -> None:
-    """Random weights from torch's distributions for linears, the same in every layout."""
-    load_full_tensors(model, rules, RandomTensors(full_shapes(model, rules), seed))
+    """Random weights as torch initialises linears and convolutions, the same in every layout.
+
+    Norms start as the identity; a table, which is no weight and no bias, is normal with variance
+    1 / width.
+    """
+    shapes = full_shapes(model, rules)
+
+    def draw(name: str, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        if not name.endswith(("weight", "bias")):
+            return tensor.normal_(std=tensor.shape[-1] ** -0.5, generator=generator)
+        weight_shape = shapes[name.removesuffix("bias").removesuffix("weight") + "weight"]
+        if len(weight_shape) == 1:
+            return tensor.fill_(1.0 if name.endswith("weight") else 0.0)
+        bound = math.prod(weight_shape[1:]) ** -0.5
+        return tensor.uniform_(-bound, bound, generator=generator)
+
+    load_full_tensors(model, rules, NamedDraws(shapes, seed, draw))
 
 
 def full_tensors(
@@ -133,28 +156,22 @@ def full_shapes(model: torch.nn.Module, rules: Sequence[Rule]) -> dict[str, torc
     return shapes
 
 
-class RandomTensors(Mapping[str, torch.Tensor]):
-    """Tensors drawn when read, as torch initialises linears and convolutions.
+Draw = Callable[[str, torch.Tensor, torch.Generator], torch.Tensor]
 
-    Norms start as the identity; a table, which is no weight and no bias, is normal with variance
-    1 / width. Each tensor has a generator of its own, seeded by (seed, name).
+
+class NamedDraws(Mapping[str, torch.Tensor]):
+    """Tensors that `draw` fills when they are read.
+
+    Each has a generator of its own, seeded by (seed, name).
     """
 
-    def __init__(self, shapes: Mapping[str, torch.Size], seed: int) -> None:
-        self._shapes, self._seed = shapes, seed
+    def __init__(self, shapes: Mapping[str, torch.Size], seed: int, draw: Draw) -> None:
+        self._shapes, self._seed, self._draw = shapes, seed, draw
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        shape = self._shapes[name]
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        tensor = torch.empty(shape, device="cpu")
-        if not name.endswith(("weight", "bias")):
-            return tensor.normal_(std=shape[-1] ** -0.5, generator=generator)
-        weight_shape = self._shapes[name.removesuffix("bias").removesuffix("weight") + "weight"]
-        if len(weight_shape) == 1:
-            return tensor.fill_(1.0 if name.endswith("weight") else 0.0)
-        bound = math.prod(weight_shape[1:]) ** -0.5
-        return tensor.uniform_(-bound, bound, generator=generator)
+        return self._draw(name, torch.empty(self._shapes[name], device="cpu"), generator)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
@@ -179,7 +196,7 @@ def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def sharded_parameters(model: torch.nn.Module) -> dict[str, Any]:
-    """The parameters for megatron's distributed checkpoints, which load at any parallel size.
+    """What is trained, for megatron's distributed checkpoints, which load at any parallel size.
 
     megatron's own walk over the modules takes whatever is in a ModuleList for replicated.
     """
@@ -191,6 +208,8 @@ def sharded_parameters(model: torch.nn.Module) -> dict[str, Any]:
     groups = {"tp_group": platform.tp_group(), "dp_cp_group": platform.dp_cp_group()}
     sharded = {}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         dim = shard_dim(parameter)
         if dim is None:
             sharded[name] = make_sharded_tensor_for_checkpoint(parameter, name, **groups)
@@ -202,22 +221,21 @@ def sharded_parameters(model: torch.nn.Module) -> dict[str, Any]:
 def _checked_parameters(
     model: torch.nn.Module, rules: Sequence[Rule]
 ) -> dict[str, torch.nn.Parameter]:
+    """The parameters by name, of which `rules` must hold all weights or all adapters."""
     parameters = dict(model.named_parameters())
     mapped = [name for rule in rules for name in rule.ours]
-    assert len(set(mapped)) == len(mapped) and set(mapped) == set(parameters), set(mapped) ^ set(
-        parameters
-    )
+    adapted = {name for name in parameters if ADAPTER in name}
+    expected = adapted if adapted.intersection(mapped) else parameters.keys() - adapted
+    assert len(set(mapped)) == len(mapped) and set(mapped) == expected, set(mapped) ^ expected
     return parameters
 
 
-def _refuse(what: str, names: list[str]) -> None:
+def _refuse(setting: str, what: str, names: list[str]) -> None:
     if names:
         shown = ", ".join(names[:_SHOWN_NAMES])
         more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
         tensors = "tensor" if len(names) == 1 else "tensors"
-        raise ValueError(
-            f"model.base: the weight file {what} {len(names)} {tensors}: {shown}{more}"
-        )
+        raise ValueError(f"{setting}: the weight file {what} {len(names)} {tensors}: {shown}{more}")
 
 
 def shard_dim(parameter: torch.nn.Parameter) -> int | None:

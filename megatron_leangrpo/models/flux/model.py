@@ -193,7 +193,7 @@ class SingleStreamBlock(MegatronModule):
         self.head_dim = flux_config.head_dim
         self.exchange = head_exchange(config)
         hidden, ffn, dtype = config.hidden_size, config.ffn_hidden_size, config.params_dtype
-        shared_input = {"takes_all_tokens": True, "reduces_input_grad": False}
+        shared_input = {"shares_input": True}
         self.modulation = Modulation(config, chunks=3)
         self.linear_qkv = ColumnParallelLinear(hidden, 3 * hidden, config, **shared_input)
         self.linear_fc1 = ColumnParallelLinear(hidden, ffn, config, **shared_input)
