@@ -3,6 +3,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 from collections.abc import Sequence
 
@@ -11,11 +12,11 @@ from megatron_leangrpo.files import atomic_write
 from megatron_leangrpo.grpo.architecture import resolve_architecture
 from megatron_leangrpo.grpo.experiment import objective_config
 from megatron_leangrpo.grpo.placement import check_placement
-from megatron_leangrpo.grpo.planning import all_candidates, workload_of
+from megatron_leangrpo.grpo.planning import all_candidates, configured_ranks, workload_of
 from megatron_leangrpo.planner.gpus import Gpu, find_gpu
 from megatron_leangrpo.planner.report import configured_line, print_plan, to_json
 from megatron_leangrpo.planner.selector import Candidate, Choice, choose
-from megatron_leangrpo.planner.workload import Workload
+from megatron_leangrpo.planner.workload import Ranks, Workload
 from megatron_leangrpo.reporting.console import Console
 
 MOST_GPUS = 1024
@@ -41,11 +42,11 @@ def plan(config: RunConfig, gpu_name: str, gpus: int | None, json_path: str | No
     found = all_candidates(config, work, layouts, gpu)
     device = f"{count} x {gpu.name}"
     choice = choose(work, found, gpu.budget, device)
-    console, tp = Console(), config.parallel.tensor_model_parallel_size
+    console, configured = Console(), configured_ranks(config, count)
     print_plan(console, _title(config, work, gpu, count), choice, work, gpu)
-    own = [candidate for candidate in found if candidate.tensor_parallel == tp]
+    own = [candidate for candidate in found if candidate.ranks == configured]
     if own and choice.chosen not in own:
-        console.line(configured_line(_choose_or_why_not(work, own, gpu, device), tp))
+        console.line(configured_line(_choose_or_why_not(work, own, gpu, device), configured))
     if json_path is not None:
         settings = {**dataclasses.asdict(config), "gpu": gpu.name, "gpus": count}
         report = to_json(choice, work, gpu, settings)
@@ -61,8 +62,8 @@ def _choose_or_why_not(
         return error
 
 
-def _layouts(config: RunConfig, work: Workload, gpu: Gpu, gpus: int) -> Sequence[tuple[int, int]]:
-    """Tensor- and data-parallel sizes that heads, nodes and groups allow."""
+def _layouts(config: RunConfig, work: Workload, gpu: Gpu, gpus: int) -> Sequence[Ranks]:
+    """Parallel sizes that heads, nodes and groups allow."""
     layouts = _possible(config, work, gpu, gpus)
     if not layouts:
         below = next((n for n in range(gpus, 0, -1) if _possible(config, work, gpu, n)), None)
@@ -80,21 +81,23 @@ def _layouts(config: RunConfig, work: Workload, gpu: Gpu, gpus: int) -> Sequence
     return layouts
 
 
-def _possible(config: RunConfig, work: Workload, gpu: Gpu, gpus: int) -> list[tuple[int, int]]:
+def _possible(config: RunConfig, work: Workload, gpu: Gpu, gpus: int) -> list[Ranks]:
     grpo, layouts = config.grpo, []
-    for tp in range(1, min(gpus, gpu.per_node) + 1):
-        # A tensor-parallel group stays inside a node.
-        if work.shape.heads % tp or gpus % tp or gpu.per_node % tp:
+    sizes = range(1, min(gpus, gpu.per_node) + 1)
+    for tp, cp in itertools.product(sizes, sizes):
+        # The ranks of a trajectory stay inside a node; heads are padded for the context.
+        if work.shape.heads % tp or gpus % (tp * cp) or gpu.per_node % (tp * cp):
             continue
+        ranks = Ranks(tp, cp, gpus // (tp * cp))
         with contextlib.suppress(ValueError):
             check_placement(
                 grpo.prompts_per_iteration,
                 grpo.group_size,
-                gpus // tp,
+                ranks.data,
                 grpo.placement,
                 grpo.updates_per_rollout,
             )
-            layouts.append((tp, gpus // tp))
+            layouts.append(ranks)
     return layouts
 
 

@@ -15,7 +15,7 @@ from megatron_leangrpo.grpo.rollout import RolloutSettings
 from megatron_leangrpo.models.common.shape import Companions
 from megatron_leangrpo.planner import gpus
 from megatron_leangrpo.planner.selector import Candidate, Choice, candidates, choose
-from megatron_leangrpo.planner.workload import Batch, Jagg, Workload
+from megatron_leangrpo.planner.workload import Batch, Jagg, Ranks, Workload
 
 
 def workload_of(config: RunConfig, architecture: Architecture) -> Workload:
@@ -57,15 +57,9 @@ def resolve_auto(config: RunConfig, world_size: int) -> tuple[RunConfig, str | N
     """
     if config.grpo.schedule != "auto":
         return config, None
-    if config.parallel.context_parallel_size > 1:
-        raise ValueError(
-            f"parallel.context_parallel_size = {config.parallel.context_parallel_size}: "
-            "grpo.schedule = auto does not reckon with it yet; name a schedule"
-        )
     architecture = resolve_architecture(config, needs_weights=False)
-    tp = config.parallel.tensor_model_parallel_size
     device = _device(min(world_size, platform.local_world_size()))
-    found = _choose_on(config, architecture, device, [(tp, world_size // tp)])
+    found = _choose_on(config, architecture, device, [configured_ranks(config, world_size)])
     chosen = found.chosen
     changed = dataclasses.replace(
         config,
@@ -79,15 +73,22 @@ def _choose_on(
     config: RunConfig,
     architecture: Architecture,
     device: gpus.Gpu,
-    layouts: list[tuple[int, int]],
+    layouts: list[Ranks],
 ) -> Choice:
     work = workload_of(config, architecture)
     found = all_candidates(config, work, layouts, device)
     return choose(work, found, platform.smallest_over_ranks(device.budget), device.name)
 
 
+def configured_ranks(config: RunConfig, world_size: int) -> Ranks:
+    """How the configuration divides a number of processes."""
+    parallel = config.parallel
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    return Ranks(tp, cp, world_size // (tp * cp))
+
+
 def all_candidates(
-    config: RunConfig, work: Workload, layouts: list[tuple[int, int]], device: gpus.Gpu
+    config: RunConfig, work: Workload, layouts: list[Ranks], device: gpus.Gpu
 ) -> list[Candidate]:
     """Every schedule on some layouts."""
     recompute = config.model.recompute_granularity

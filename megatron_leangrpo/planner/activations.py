@@ -19,7 +19,9 @@ class ForwardCost:
     written: int
     """Bytes of the tensors it writes."""
     sent: float
-    """Bytes sent in collectives over the tensor-parallel ranks."""
+    """Bytes sent in collectives over the ranks that share a trajectory."""
+    exchanged: float
+    """Those of them that go to the ranks of the context."""
     collectives: int
 
 
@@ -69,6 +71,7 @@ def forward_cost(shape: TransformerShape, layout: Layout) -> ForwardCost:
         flops=sum(tape.flops for tape in tapes),
         written=sum(tape.written for tape in tapes),
         sent=sum(tape.sent for tape in tapes),
+        exchanged=sum(tape.exchanged for tape in tapes),
         collectives=sum(tape.collectives for tape in tapes),
     )
 

@@ -19,6 +19,7 @@ class Layout:
     width: int
     """Bytes of an activation or weight."""
     tensor_parallel: int = 1
+    context_parallel: int = 1
     sequence_parallel: bool = True
     selective: bool = False
     """Attention is recomputed in the backward."""
@@ -29,13 +30,14 @@ class Layout:
         return max(4, self.width)
 
     @property
-    def shards(self) -> int:
-        """Ranks that share the tokens between the projections."""
+    def gathered(self) -> int:
+        """Ranks whose tokens a projection gathers."""
         return self.tensor_parallel if self.sequence_parallel else 1
 
     def shard(self, *streams: int) -> int:
         """Tokens of a rank between the projections, pads of each stream included."""
-        return sum(-(-tokens // self.shards) for tokens in streams)
+        shards = self.gathered * self.context_parallel
+        return sum(-(-tokens // shards) for tokens in streams)
 
 
 class BlockWriter:
@@ -45,10 +47,14 @@ class BlockWriter:
     """
 
     def __init__(self, shape: TransformerShape, layout: Layout) -> None:
-        self.layout, self.tape, self.hidden = layout, Tape(), shape.hidden
+        self.shape, self.layout = shape, layout
+        self.tape, self.hidden = Tape(), shape.hidden
         self.own_heads = shape.heads // layout.tensor_parallel
         self.own_hidden = shape.hidden // layout.tensor_parallel
         self.own_ffn = shape.ffn // layout.tensor_parallel
+        # Inside attention, where the ranks of the context have heads instead of tokens.
+        self.heads_inside = -(-self.own_heads // layout.context_parallel)
+        self.inside = self.heads_inside * (shape.hidden // shape.heads)
         self.vector = self.rows(1, shape.hidden)
 
     def rows(self, tokens: int, features: int) -> int:
@@ -61,7 +67,11 @@ class BlockWriter:
 
     def padded(self, *streams: int) -> int:
         """Tokens of gathered streams, pads included."""
-        return self.layout.shard(*streams) * self.layout.shards
+        return self.layout.shard(*streams) * self.layout.gathered
+
+    def all_tokens(self, *streams: int) -> int:
+        """Tokens of whole streams, pads included."""
+        return self.padded(*streams) * self.layout.context_parallel
 
     def whole(self, *streams: int) -> int:
         """Bytes of gathered streams."""
@@ -146,24 +156,42 @@ class BlockWriter:
         reduced = self.tape.add("reduced", shard, [out], sent=self.sent(whole))
         return self.tape.add("biased", shard, [reduced], aliases=[reduced])
 
-    def queries_keys(self, qkv: str, tokens: int) -> tuple[str, str]:
+    def to_heads(self, x: str, packs: int, *streams: int) -> str:
+        """`packs` tensors of this rank's tokens to all tokens of its share of the heads."""
+        return self._exchange(x, self.rows(self.all_tokens(*streams), packs * self.inside))
+
+    def to_tokens(self, x: str, *streams: int) -> str:
+        """Attended tokens back to all heads of this rank's tokens."""
+        return self._exchange(x, self.rows(self.padded(*streams), self.own_hidden))
+
+    def _exchange(self, x: str, size: int) -> str:
+        ranks = self.layout.context_parallel
+        if ranks == 1:
+            return x
+        sent = size * (ranks - 1) / ranks
+        self.tape.exchanged += sent
+        # Both ways what is sent is put in order first.
+        return self.tape.add("exchanged", size, [x], scratch=size, sent=sent)
+
+    def queries_keys(self, qkv: str, tokens: int, heads: int) -> tuple[str, str]:
         """Normalised and rotated queries and keys, packed, and the values of a projection."""
-        packed, values = self.rows(tokens, 2 * self.own_hidden), self.rows(tokens, self.own_hidden)
-        qk, v = self.tape.split(qkv, {"qk": packed, "v": values})
-        return self.normalised(qk, packed, tokens * 2), v
+        values = self.rows(tokens, heads * (self.hidden // self.shape.heads))
+        qk, v = self.tape.split(qkv, {"qk": 2 * values, "v": values})
+        return self.normalised(qk, 2 * values, tokens * 2 * heads), v
 
     def normalised(self, x: str, size: int, vectors: int) -> str:
-        """RMS norm over the heads of packed `vectors` (token counts), and rotation."""
+        """RMS norm over the heads of packed `vectors`, and rotation."""
         layout = self.layout
         # Rotated gradient, normalised input, two products and the result, in float32 or wider.
         scratch = 5 * (size // layout.width * layout.wide) - size
-        inverse = vectors * layout.batch * self.own_heads * layout.wide
+        inverse = vectors * layout.batch * layout.wide
         return self.tape.add("rotated", size, [x], saved=[x], extra=inverse, scratch=scratch)
 
-    def attention(self, q: str, k: str, v: str, queries: int, keys: int) -> str:
-        """Attention to `[s, b, heads * head_dim]`."""
-        layout, size = self.layout, self.rows(queries, self.own_hidden)
-        statistics = queries * layout.batch * self.own_heads * layout.wide
+    def attention(self, q: str, k: str, v: str, queries: int, keys: int, width: int) -> str:
+        """Attention to `[s, b, width]`."""
+        layout, size = self.layout, self.rows(queries, width)
+        heads = width // (self.hidden // self.shape.heads)
+        statistics = queries * layout.batch * heads * layout.wide
         return self.tape.add(
             "attended",
             size,
@@ -172,14 +200,14 @@ class BlockWriter:
             keeps_output=not layout.selective,
             extra=0 if layout.selective else statistics,
             scratch=size + statistics if layout.selective else 0,
-            flops=4.0 * queries * keys * layout.batch * self.own_hidden,
+            flops=4.0 * queries * keys * layout.batch * width,
         )
 
     def packed_attention(self, qk: str, v: str, tokens: int) -> str:
-        """Attention of tokens to themselves, from packed queries and keys."""
-        size = self.rows(tokens, self.own_hidden)
+        """Attention of all tokens to themselves, from packed queries and keys."""
+        size = self.rows(tokens, self.inside)
         q, k = self.tape.split(qk, {"q": size, "k": size})
-        return self.attention(q, k, v, tokens, tokens)
+        return self.attention(q, k, v, tokens, tokens, self.inside)
 
     def gelu(self, x: str, *streams: int) -> str:
         """GELU of the widened features."""

@@ -23,20 +23,20 @@ def _double(shape: TransformerShape, layout: Layout) -> Tape:
     for name, count in tokens.items():
         streams[name] = tape.tensor(name, write.stream(count))
         x = write.modulated_norm(name, chunks[name][0], chunks[name][1], count)
-        qkv = write.column(x, 3 * write.own_hidden, count)
-        packed[name], values[name] = write.queries_keys(qkv, count)
+        qkv = write.to_heads(write.column(x, 3 * write.own_hidden, count), 3, count)
+        packed[name], values[name] = write.queries_keys(qkv, count, write.heads_inside)
     total = sum(tokens.values())
-    own = write.rows(total, write.own_hidden)
+    own = write.rows(total, write.inside)
     qk = tape.add("joined qk", 2 * own, packed.values(), aliases=packed.values())
     v = tape.add("joined v", own, values.values(), aliases=values.values())
     out = write.packed_attention(qk, v, total)
-    parts = {name: write.rows(count, write.own_hidden) for name, count in tokens.items()}
+    parts = {name: write.rows(count, write.inside) for name, count in tokens.items()}
     attended = dict(zip(tokens, tape.split(out, parts)))
     for name, count in tokens.items():
-        if write.padded(count) != count:
-            size = write.rows(write.padded(count), write.own_hidden)
+        if write.all_tokens(count) != count:
+            size = write.rows(write.all_tokens(count), write.inside)
             attended[name] = tape.add("padded", size, [attended[name]], aliases=[attended[name]])
-        update = write.row({attended[name]: write.own_hidden}, count)
+        update = write.row({write.to_tokens(attended[name], count): write.own_hidden}, count)
         streams[name] = write.gated_residual(streams[name], chunks[name][2], update, count)
     for name, count in tokens.items():
         x = write.modulated_norm(streams[name], chunks[name][3], chunks[name][4], count)
@@ -55,16 +55,18 @@ def _single(shape: TransformerShape, layout: Layout) -> Tape:
     shift, scale, gate = write.modulation(vec, 3)
     x = write.gather(write.modulated_norm(tokens, shift, scale, *streams), *streams)
     qkv = write.column(x, 3 * write.own_hidden, *streams, gathered=True)
-    has_pads = write.padded(*streams) != total
+    qkv = write.to_heads(qkv, 3, *streams)
+    has_pads = write.all_tokens(*streams) != total
     if has_pads:
-        qkv = tape.add("without pads", write.rows(total, 3 * write.own_hidden), [qkv])
-    qk, v = write.queries_keys(qkv, total)
+        qkv = tape.add("without pads", write.rows(total, 3 * write.inside), [qkv])
+    qk, v = write.queries_keys(qkv, total, write.heads_inside)
     attended = write.packed_attention(qk, v, total)
     tape.keep_to_the_end(x, qk, v, attended)
     wide = write.gelu(write.column(x, write.own_ffn, *streams, gathered=True), *streams)
     if has_pads:
-        size = write.rows(write.padded(*streams), write.own_hidden)
+        size = write.rows(write.all_tokens(*streams), write.inside)
         attended = tape.add("with pads", size, [attended])
+    attended = write.to_tokens(attended, *streams)
     update = write.row({attended: write.own_hidden, wide: write.own_ffn}, *streams)
     write.gated_residual(tokens, gate, update, *streams)
     return tape
@@ -82,13 +84,19 @@ def _cross(shape: TransformerShape, layout: Layout) -> Tape:
     chunks = tape.split(vectors, {f"chunk {n}": write.vector for n in range(6)})
 
     normed = write.modulated_norm(x, chunks[0], chunks[1], video)
-    qk, v = write.queries_keys(write.column(normed, 3 * own, video), video)
-    update = write.row({write.packed_attention(qk, v, video): own}, video)
+    # Tokens that this rank projects; alone in its context, without the pads.
+    projected = video if layout.context_parallel == 1 else write.padded(video)
+    qkv = write.column(normed, 3 * own, video)
+    qk, v = write.queries_keys(qkv, projected, write.own_heads)
+    qk, v = write.to_heads(qk, 2, video), write.to_heads(v, 1, video)
+    attended = write.to_tokens(write.packed_attention(qk, v, video), video)
+    update = write.row({attended: own}, video)
     x = write.gated_residual(x, chunks[2], update, video)
 
     statistics = 2 * layout.shard(video) * layout.batch * layout.wide
     normed = tape.add("norm", write.stream(video), [x], saved=[x], extra=statistics)
-    q = write.normalised(write.column(normed, own, video), write.rows(video, own), video)
+    q = write.column(normed, own, video)
+    q = write.normalised(q, write.rows(projected, own), projected * write.own_heads)
     kv = tape.add(
         "text kv",
         write.rows(text, 2 * own),
@@ -97,8 +105,8 @@ def _cross(shape: TransformerShape, layout: Layout) -> Tape:
         flops=4.0 * text * layout.batch * own * write.hidden,
     )
     k, v = tape.split(kv, {"k": write.rows(text, own), "v": write.rows(text, own)})
-    k = write.normalised(k, write.rows(text, own), text)
-    update = write.row({write.attention(q, k, v, video, text): own}, video)
+    k = write.normalised(k, write.rows(text, own), text * write.own_heads)
+    update = write.row({write.attention(q, k, v, projected, text, own): own}, video)
     x = tape.add("residual", write.stream(video), [x, update], aliases=[x, update])
 
     normed = write.modulated_norm(x, chunks[3], chunks[4], video)
@@ -148,10 +156,11 @@ def input_bytes(shape: TransformerShape, layout: Layout) -> int:
         # Put into the order of tokens; a single sample is in that order already.
         kept += write.rows(shape.image_tokens, shape.in_channels)
         kept += write.rows(shape.text_tokens, shape.text_width)
-    if layout.shards > 1:
+    if layout.gathered * layout.context_parallel > 1:
         # The first block's inputs are views of streams that were embedded whole.
         streams = [shape.image_tokens]
         if shape.blocks[0][0] == "double":
             streams.append(shape.text_tokens)
-        kept += sum(write.whole(count) - write.stream(count) for count in streams)
+        for count in streams:
+            kept += write.rows(write.all_tokens(count), shape.hidden) - write.stream(count)
     return kept

@@ -5,7 +5,7 @@ import math
 from dataclasses import astuple, dataclass
 
 from megatron_leangrpo.planner.activations import GraphMemory, graph_memory
-from megatron_leangrpo.planner.workload import Batch, Workload
+from megatron_leangrpo.planner.workload import Batch, Ranks, Workload
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,10 @@ class RankMemory:
 
 
 def rank_memory(
-    work: Workload, batch: Batch, schedule: str, recompute: str, tp: int, dp: int
+    work: Workload, batch: Batch, schedule: str, recompute: str, ranks: Ranks
 ) -> RankMemory:
     """Bytes on a rank of a layout under a schedule."""
+    tp = ranks.tensor
     held = work.shape.parameters_of_rank(tp)
     trained = held if work.trainable is None else math.ceil(work.trainable / tp)
     gradients = trained * work.wide
@@ -50,7 +51,7 @@ def rank_memory(
         weights=held * work.width + (0 if work.trainable is None else trained * work.width),
         gradients=gradients,
         moments=copies * gradients,
-        optimizer=state // dp if work.distributed_optimizer else state,
+        optimizer=state // ranks.weights if work.distributed_optimizer else state,
         average=trained * work.wide if work.average else 0,
         reference=reference,
         text_encoders=work.companions.text_encoders,
@@ -58,7 +59,7 @@ def rank_memory(
         rewards=work.companions.rewards,
         # The first iteration of jagg is exact, the later ones approximate.
         activations=max(
-            peak_activations(work, batch, schedule, recompute, tp, approximated)
+            peak_activations(work, batch, schedule, recompute, ranks, approximated)
             for approximated in (False, schedule == "jagg")
         ),
     )
@@ -74,14 +75,14 @@ def peak_activations(
     batch: Batch,
     schedule: str,
     recompute: str,
-    tp: int,
+    ranks: Ranks,
     approximated: bool = False,
 ) -> int:
     """Highest bytes that tensors grow by in an iteration.
 
     `approximated` asks for an iteration of jagg after its first one, which is exact.
     """
-    layout = work.layout(tp, recompute, batch.wave_size)
+    layout = work.layout(ranks, recompute, batch.wave_size)
     graph = graph_memory(work.shape, layout, recompute)
     graphs = graphs_held(work, batch, schedule, approximated)
     # Two forwards of one velocity, where guidance runs so, share one backward.

@@ -12,7 +12,7 @@ from megatron_leangrpo.planner.selector import (
     forward_cost_line,
     name_of,
 )
-from megatron_leangrpo.planner.workload import Workload
+from megatron_leangrpo.planner.workload import Ranks, Workload
 from megatron_leangrpo.reporting.console import Console
 from megatron_leangrpo.reporting.sentences import number
 
@@ -33,9 +33,9 @@ def print_plan(console: Console, title: str, choice: Choice, work: Workload, gpu
         console.line(line)
 
 
-def configured_line(found: Choice | ValueError, tensor_parallel: int) -> str:
+def configured_line(found: Choice | ValueError, ranks: Ranks) -> str:
     """What the configured layout would get, where another one was chosen."""
-    setting = f"with parallel.tensor_model_parallel_size = {tensor_parallel}, as configured"
+    setting = f"on {ranks}, as configured"
     if isinstance(found, ValueError):
         return f"{setting}: {found}"
     chosen = found.chosen
@@ -60,8 +60,9 @@ def _candidate_json(candidate: Candidate, choice: Choice, gpu: Gpu) -> dict[str,
     return {
         "schedule": candidate.schedule,
         "recompute_granularity": candidate.recompute,
-        "tensor_model_parallel_size": candidate.tensor_parallel,
-        "data_parallel_size": candidate.data_parallel,
+        "tensor_model_parallel_size": candidate.ranks.tensor,
+        "context_parallel_size": candidate.ranks.context,
+        "data_parallel_size": candidate.ranks.data,
         "memory_bytes": {**asdict(candidate.memory), "total": candidate.memory.total},
         "seconds": {**asdict(candidate.seconds), "total": candidate.seconds.total},
         "samples_per_second": candidate.samples_per_second,
@@ -101,7 +102,7 @@ def _row(candidate: Candidate, choice: Choice, gpu: Gpu) -> list[str]:
     verdict = "chosen" if candidate is choice.chosen else _short(choice.reasons[candidate])
     return [
         name_of(candidate),
-        f"TP {candidate.tensor_parallel} x DP {candidate.data_parallel}",
+        str(candidate.ranks),
         f"{candidate.memory.total / GIB:.1f} GiB",
         number(candidate.seconds.total),
         number(candidate.samples_per_second),
@@ -115,10 +116,7 @@ def _short(reason: str) -> str:
 
 
 def _label(candidate: Candidate) -> str:
-    return (
-        f"{name_of(candidate)} on tensor parallel {candidate.tensor_parallel} x data parallel "
-        f"{candidate.data_parallel}"
-    )
+    return f"{name_of(candidate)} on {candidate.ranks}"
 
 
 def _explanations(choice: Choice, work: Workload) -> list[str]:
@@ -129,10 +127,7 @@ def _explanations(choice: Choice, work: Workload) -> list[str]:
         same = [
             c
             for c in _by_speed(choice)
-            if c.schedule == schedule
-            and c is not chosen
-            and c.tensor_parallel == chosen.tensor_parallel
-            and c.data_parallel == chosen.data_parallel
+            if c.schedule == schedule and c is not chosen and c.ranks == chosen.ranks
         ]
         lines += [f"  {name_of(c)} there: {choice.reasons[c]}" for c in same]
     lines.append(f"parts of the memory: {_parts(chosen)}")

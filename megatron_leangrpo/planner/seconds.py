@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_leangrpo.planner.activations import forward_cost
 from megatron_leangrpo.planner.gpus import Gpu
 from megatron_leangrpo.planner.memory import backwards, base_of, windows
-from megatron_leangrpo.planner.workload import Batch, Workload
+from megatron_leangrpo.planner.workload import Batch, Ranks, Workload
 
 _TRAFFIC = 3.0
 """Bytes moved for a byte written: an operation reads two tensors of its output's size."""
@@ -74,53 +74,55 @@ def forward_equivalents(
 
 
 def iteration_seconds(
-    work: Workload, batch: Batch, schedule: str, recompute: str, tp: int, dp: int, gpu: Gpu
+    work: Workload, batch: Batch, schedule: str, recompute: str, ranks: Ranks, gpu: Gpu
 ) -> IterationSeconds:
     """Predict the seconds of one iteration on a layout."""
-    forward, backward = _pass_seconds(work, batch, recompute, tp, gpu)
+    forward, backward = _pass_seconds(work, batch, recompute, ranks, gpu)
     rollout = batch.waves * work.sampled_steps * forward
     update = 0.0
     off_policy = batch.waves - batch.trained_waves
     for name, waves in ((schedule, batch.trained_waves), ("replay", off_policy)):
         cost = work_of(work, name, batch.wave_size, recompute)
         update += waves * (cost.forwards * forward + cost.backwards * backward)
-    gradients = _trained(work, tp) * work.wide
+    gradients = _trained(work, ranks.tensor) * work.wide
     if base_of(work, schedule) == "reweight":
         update += batch.trained_waves * _REWEIGHT_PASSES * gradients / gpu.bandwidth
-    reduction = work.updates * _reduction_seconds(work, tp, dp, gpu)
+    reduction = work.updates * _reduction_seconds(work, ranks, gpu)
     return IterationSeconds(rollout, update, reduction)
 
 
 def _pass_seconds(
-    work: Workload, batch: Batch, recompute: str, tp: int, gpu: Gpu
+    work: Workload, batch: Batch, recompute: str, ranks: Ranks, gpu: Gpu
 ) -> tuple[float, float]:
     """Seconds of one forward and of one backward of a wave's velocity."""
-    cost = forward_cost(work.shape, work.layout(tp, recompute, batch.wave_size))
+    cost = forward_cost(work.shape, work.layout(ranks, recompute, batch.wave_size))
     products = cost.flops / gpu.flops(work.width)
     traffic = _TRAFFIC * cost.written / gpu.bandwidth
-    link = gpu.node_link if tp <= gpu.per_node else gpu.network
-    sending = cost.sent / link
-    waiting = cost.collectives * gpu.latency if tp > 1 else 0.0
+    # Tensor-parallel ranks are neighbours, then come those of the context.
+    link = gpu.node_link if ranks.tensor <= gpu.per_node else gpu.network
+    wider = gpu.node_link if ranks.trajectory <= gpu.per_node else gpu.network
+    sending = (cost.sent - cost.exchanged) / link + cost.exchanged / wider
+    waiting = cost.collectives * gpu.latency if ranks.trajectory > 1 else 0.0
     forward = products + traffic + sending + waiting
     factor = 2 if work.trainable is None else 1
     # A weight gradient is written, read and added to its wide buffer.
-    weights = _trained(work, tp) / work.shape.experts * (2 * work.width + 2 * work.wide)
+    weights = _trained(work, ranks.tensor) / work.shape.experts * (2 * work.width + 2 * work.wide)
     backward = factor * (products + traffic) + _BACKWARD_SENT * (sending + waiting)
     backward += weights / gpu.bandwidth
     return work.forwards * forward, work.forwards * backward
 
 
-def _reduction_seconds(work: Workload, tp: int, dp: int, gpu: Gpu) -> float:
+def _reduction_seconds(work: Workload, ranks: Ranks, gpu: Gpu) -> float:
     """Gradients summed, weights gathered, and an AdamW step."""
-    parameters = _trained(work, tp)
-    share = dp if work.distributed_optimizer else 1
+    parameters, copies = _trained(work, ranks.tensor), ranks.weights
+    share = copies if work.distributed_optimizer else 1
     # Two moments and a wide copy are read and written, the gradient read, the weight written.
     optimizer = parameters / share * (6 * work.wide + work.wide + work.width) / gpu.bandwidth
-    if dp == 1:
+    if copies == 1:
         return optimizer
-    link = gpu.node_link if tp * dp <= gpu.per_node else gpu.network
+    link = gpu.node_link if ranks.tensor * copies <= gpu.per_node else gpu.network
     gathered = work.width if work.distributed_optimizer else work.wide
-    return optimizer + parameters * (work.wide + gathered) * (dp - 1) / dp / link
+    return optimizer + parameters * (work.wide + gathered) * (copies - 1) / copies / link
 
 
 def _trained(work: Workload, tp: int) -> float:

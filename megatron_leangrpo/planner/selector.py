@@ -11,7 +11,7 @@ from megatron_leangrpo.planner.seconds import (
     forward_equivalents,
     iteration_seconds,
 )
-from megatron_leangrpo.planner.workload import Batch, Workload
+from megatron_leangrpo.planner.workload import Batch, Ranks, Workload
 
 EXACT = ("replay", "retain", "reweight")
 SCHEDULES = (*EXACT, "jagg")
@@ -23,8 +23,7 @@ class Candidate:
 
     schedule: str
     recompute: str
-    tensor_parallel: int
-    data_parallel: int
+    ranks: Ranks
     memory: RankMemory
     seconds: IterationSeconds
     samples_per_second: float
@@ -54,33 +53,32 @@ class Choice:
 def candidates(
     work: Workload,
     batch_of: Callable[[int], Batch],
-    layouts: Sequence[tuple[int, int]],
+    layouts: Sequence[Ranks],
     gpu: Gpu,
     recompute: str,
 ) -> list[Candidate]:
-    """Every schedule on every layout (tensor, data parallel) with every recomputation.
+    """Every schedule on every layout with every recomputation.
 
     `recompute` is the configured one; attention alone is recomputed where it says so.
     """
     found = []
-    for tp, dp in layouts:
-        batch = batch_of(dp)
+    for ranks in layouts:
+        batch = batch_of(ranks.data)
         for schedule in SCHEDULES:
             for mode in dict.fromkeys(("none", recompute, "full")):
-                found.append(_candidate(work, batch, schedule, mode, tp, dp, gpu))
+                found.append(_candidate(work, batch, schedule, mode, ranks, gpu))
     return found
 
 
 def _candidate(
-    work: Workload, batch: Batch, schedule: str, recompute: str, tp: int, dp: int, gpu: Gpu
+    work: Workload, batch: Batch, schedule: str, recompute: str, ranks: Ranks, gpu: Gpu
 ) -> Candidate:
-    seconds = iteration_seconds(work, batch, schedule, recompute, tp, dp, gpu)
+    seconds = iteration_seconds(work, batch, schedule, recompute, ranks, gpu)
     return Candidate(
         schedule=schedule,
         recompute=recompute,
-        tensor_parallel=tp,
-        data_parallel=dp,
-        memory=rank_memory(work, batch, schedule, recompute, tp, dp),
+        ranks=ranks,
+        memory=rank_memory(work, batch, schedule, recompute, ranks),
         seconds=seconds,
         samples_per_second=work.samples / seconds.total,
         forward_equivalents=forward_equivalents(work, schedule, recompute, reference=False),
@@ -174,8 +172,7 @@ def _missing(candidate: Candidate, budget: int) -> str:
 
 
 def _on_layout_of(chosen: Candidate, found: Sequence[Candidate]) -> list[Candidate]:
-    layout = (chosen.tensor_parallel, chosen.data_parallel)
-    return [c for c in found if (c.tensor_parallel, c.data_parallel) == layout]
+    return [c for c in found if c.ranks == chosen.ranks]
 
 
 def _nothing_fits(usable: Sequence[Candidate], budget: int, device: str) -> str:
@@ -183,11 +180,10 @@ def _nothing_fits(usable: Sequence[Candidate], budget: int, device: str) -> str:
     memory = least.memory
     return (
         f"no schedule fits into {budget / GIB:.1f} GiB, what a run can use of {device}: the least "
-        f"is {memory.total / GIB:.1f} GiB, {name_of(least)} on tensor parallel "
-        f"{least.tensor_parallel} x data parallel {least.data_parallel} "
+        f"is {memory.total / GIB:.1f} GiB, {name_of(least)} on {least.ranks} "
         f"({memory.activations / GIB:.1f} GiB of it activations). Take a device with more memory, "
-        "more GPUs, a larger parallel.tensor_model_parallel_size, or a smaller "
-        "grpo.micro_batch_size or picture"
+        "more GPUs, a larger parallel.tensor_model_parallel_size or context_parallel_size, or a "
+        "smaller grpo.micro_batch_size or picture"
     )
 
 

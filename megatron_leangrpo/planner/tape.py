@@ -42,6 +42,8 @@ class Tape:
         """Floating-point operations of the matrix products in one forward."""
         self.sent = 0.0
         """Bytes that a rank sends in the collectives of one forward; the backward sends as many."""
+        self.exchanged = 0.0
+        """Those of `sent` that go to the ranks of the context."""
         self.collectives = 0
         self.weights = 0
         """Bytes of all weight gradients."""

@@ -26,6 +26,32 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Ranks:
+    """How the ranks of a run share it."""
+
+    tensor: int = 1
+    """Share the heads and features of a transformer."""
+    context: int = 1
+    """Share the tokens of a sample (Ulysses)."""
+    data: int = 1
+    """Have trajectories of their own."""
+
+    @property
+    def trajectory(self) -> int:
+        """Ranks that work on the same trajectories."""
+        return self.tensor * self.context
+
+    @property
+    def weights(self) -> int:
+        """Ranks that hold the same weights, and share optimizer state."""
+        return self.context * self.data
+
+    def __str__(self) -> str:
+        context = f" x CP {self.context}" if self.context > 1 else ""
+        return f"TP {self.tensor}{context} x DP {self.data}"
+
+
+@dataclass(frozen=True)
 class Jagg:
     """Options of the approximate schedule."""
 
@@ -68,13 +94,14 @@ class Workload:
     jagg: Jagg = field(default_factory=Jagg)
     companions: Companions = field(default_factory=Companions)
 
-    def layout(self, tensor_parallel: int, recompute: str, batch: int) -> Layout:
+    def layout(self, ranks: Ranks, recompute: str, batch: int) -> Layout:
         """How a forward of `batch` trajectories runs."""
         doubled = self.guided and self.guided_batch
         return Layout(
             batch=batch * (2 if doubled else 1),
             width=self.width,
-            tensor_parallel=tensor_parallel,
+            tensor_parallel=ranks.tensor,
+            context_parallel=ranks.context,
             sequence_parallel=self.sequence_parallel,
             selective=recompute == "selective",
         )

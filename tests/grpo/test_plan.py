@@ -17,6 +17,7 @@ from megatron_leangrpo.config_reader import read_config, read_recipe
 from megatron_leangrpo.grpo import planning
 from megatron_leangrpo.grpo.commands import plan
 from megatron_leangrpo.planner import gpus
+from megatron_leangrpo.planner.workload import Ranks
 from tests.grpo import tiny
 
 WAN = str(Path(__file__).parents[1] / "planner" / "wan_14b.yaml")
@@ -41,12 +42,12 @@ def test_flux_at_512_keeps_its_graphs_on_h100_nodes(tmp_path):
     report = json.loads((tmp_path / "plan.json").read_text())
     chosen = report["chosen"]
     assert chosen["schedule"] == "retain"
-    layout = f"on tensor parallel {chosen['tensor_model_parallel_size']} x data parallel"
+    layout = f"on TP {chosen['tensor_model_parallel_size']}"
     assert "\nchosen: retain" in output.getvalue() and layout in output.getvalue()
     rows = report["candidates"]
     assert {row["schedule"] for row in rows} == {"replay", "retain", "reweight", "jagg"}
-    # Every schedule on TP 1, 2, 4 and 8, with and without recomputation, each with a reason.
-    assert len(rows) == 4 * 4 * 2
+    # Every schedule on each TP x CP that fits into a node, with and without recomputation.
+    assert len(rows) == 4 * 2 * 10
     assert all(row["reason"] for row in rows)
     assert all(row["memory_bytes"]["total"] > 0 and row["seconds"]["total"] > 0 for row in rows)
     assert [row for row in rows if row["chosen"]] == [chosen]
@@ -58,7 +59,7 @@ def test_wan_14b_weighs_gradients_afterwards_at_tensor_parallel_8():
     text = planned(WAN, count=64)
     assert "14.29 B parameters, 480 x 832 x 81 frames = 32760 tokens, guided" in text
     assert "chosen: reweight" in text
-    assert "parallel.tensor_model_parallel_size = 8, as configured: reweight" in text
+    assert "on TP 8 x DP 8, as configured: reweight" in text
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_auto_follows_the_memory_of_the_device(recipe, monkeypatch):
     everything = planning.all_candidates(
         config,
         planning.workload_of(config, planning.resolve_architecture(config)),
-        [(1, 1)],
+        [Ranks()],
         device,
     )
     need = {(c.schedule, c.recompute): c.memory.total for c in everything}

@@ -17,7 +17,7 @@ from megatron_leangrpo.grpo.planning import batches_of, workload_of
 from megatron_leangrpo.models.flux.config import PRESETS, FluxConfig, flux_bench
 from megatron_leangrpo.planner.memory import peak_activations
 from megatron_leangrpo.planner.selector import SCHEDULES
-from megatron_leangrpo.planner.workload import Workload
+from megatron_leangrpo.planner.workload import Ranks, Workload
 from tests.grpo import tiny
 
 REWARD = "tests.planner.light:LightReward"
@@ -39,6 +39,9 @@ def _wide(**overrides: Any) -> FluxConfig:
 PRESETS.update({NARROW: _narrow, WIDE: _wide})
 
 
+ALONE = Ranks()
+
+
 @dataclass(frozen=True)
 class Case:
     """One shape of a run."""
@@ -51,7 +54,7 @@ class Case:
     dtype: str = "float32"
     kl_beta: float = 0.0
     advantage: str = "flow_grpo_group_std"
-    tensor_parallel: int = 1
+    ranks: Ranks = ALONE
     prompts: int = 1
 
 
@@ -91,7 +94,10 @@ def _config(case: Case, prompts: str) -> RunConfig:
             "recompute_granularity": case.recompute,
             "dtype": case.dtype,
         },
-        parallel={"tensor_model_parallel_size": case.tensor_parallel},
+        parallel={
+            "tensor_model_parallel_size": case.ranks.tensor,
+            "context_parallel_size": case.ranks.context,
+        },
         # Six steps, five of them trained: a window of three and one of two.
         sampling={"height": case.size, "width": case.size, "num_steps": 6},
         grpo={
@@ -126,7 +132,7 @@ def measure(case: Case, prompts: str, schedules: Sequence[str] = SCHEDULES) -> d
         runner.run(0, experiment.sampler.batch(0))
         measured = peak_allocated_bytes(lambda r=runner: r.run(0, experiment.sampler.batch(0)))
         predicted = peak_activations(
-            work, batch, name, case.recompute, case.tensor_parallel, approximated=True
+            work, batch, name, case.recompute, case.ranks, approximated=True
         )
         buffers = runner.schedule.buffers
         copies = buffers.copies_num_bytes / buffers.num_bytes

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from megatron_leangrpo.planner.activations import graph_memory
+from megatron_leangrpo.planner.workload import Ranks
 from tests.grpo import tiny
 from tests.planner.measured import CASES, Case, measure, start
 
@@ -54,22 +55,29 @@ def _saved_on_a_rank(prompts: str, case: Case) -> tuple[int, int]:
         velocity = policy(latents, torch.full((case.micro_batch,), 0.5), conditioning)
     counted = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
     del velocity
-    layout = work.layout(case.tensor_parallel, case.recompute, case.micro_batch)
+    layout = work.layout(case.ranks, case.recompute, case.micro_batch)
     return counted, graph_memory(work.shape, layout, case.recompute).held
 
 
+# 81 image tokens and 7 of text, which two ranks do not divide.
+ODD = {"size": 144, "text": 7, "micro_batch": 2}
+TENSOR, CONTEXT, BOTH = Ranks(tensor=2), Ranks(context=2), Ranks(tensor=2, context=2)
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("ranks", "changes"),
     [
-        {},
-        # 81 image tokens and 7 of text, which two ranks do not divide.
-        {"size": 144, "text": 7, "micro_batch": 2},
-        {"recompute": "full", "size": 144},
-        {"recompute": "selective"},
+        (TENSOR, {}),
+        (TENSOR, ODD),
+        (TENSOR, {"recompute": "full", "size": 144}),
+        (TENSOR, {"recompute": "selective"}),
+        (CONTEXT, {}),
+        (CONTEXT, ODD),
+        (BOTH, ODD),
     ],
 )
-def test_a_tensor_parallel_rank_keeps_its_predicted_share(run_ranks, prompts, changes):
-    case = Case(tensor_parallel=2, **changes)
-    for counted, predicted in run_ranks(2, _saved_on_a_rank, prompts, case):
+def test_a_rank_keeps_its_predicted_share(run_ranks, prompts, ranks, changes):
+    case = Case(ranks=ranks, **changes)
+    for counted, predicted in run_ranks(ranks.trajectory, _saved_on_a_rank, prompts, case):
         # The small vectors of the conditioning are reckoned together.
         assert predicted == pytest.approx(counted, rel=0.03)

@@ -15,7 +15,7 @@ from megatron_leangrpo.models.wan.shape import PUBLISHED_COMPANIONS as WAN_COMPA
 from megatron_leangrpo.models.wan.shape import wan_shape
 from megatron_leangrpo.planner.gpus import GIB, find_gpu
 from megatron_leangrpo.planner.selector import Candidate, Choice, candidates, choose
-from megatron_leangrpo.planner.workload import Jagg, Workload
+from megatron_leangrpo.planner.workload import Jagg, Ranks, Workload
 
 H100 = find_gpu("h100-80gb")
 
@@ -52,18 +52,18 @@ def pick(work: Workload, layouts, budget: float = H100.budget, **keywords) -> Ch
 
 @pytest.mark.parametrize("nodes", [4, 8])
 def test_small_pictures_keep_their_graphs(nodes):
-    layouts = [(tp, 8 * nodes // tp) for tp in (1, 2, 4, 8)]
+    layouts = [Ranks(tp, data=8 * nodes // tp) for tp in (1, 2, 4, 8)]
     chosen = pick(flux(), layouts).chosen
     assert (chosen.schedule, chosen.recompute) == ("retain", "none")
 
 
 @pytest.mark.parametrize("data_parallel", [2, 8, 32])
 def test_long_videos_weigh_gradients_afterwards(data_parallel):
-    chosen = pick(wan(), [(8, data_parallel)]).chosen
+    chosen = pick(wan(), [Ranks(8, data=data_parallel)]).chosen
     assert chosen.schedule == "reweight"
 
 
-@pytest.mark.parametrize("layout", [(4, 8), (8, 4), (8, 8)])
+@pytest.mark.parametrize("layout", [Ranks(4, data=8), Ranks(8, data=4), Ranks(8, data=8)])
 @pytest.mark.parametrize("changes", [{}, {"trained_steps": 2}, {"tokens": 4096}])
 def test_the_choice_flips_where_predicted_bytes_cross(layout, changes):
     work = flux(**changes)
@@ -83,7 +83,7 @@ def test_the_choice_flips_where_predicted_bytes_cross(layout, changes):
 
 
 def test_more_tokens_or_steps_take_retain_out_of_the_memory():
-    layout = [(4, 8)]
+    layout = [Ranks(4, data=8)]
     by_tokens = [pick(flux(tokens=n), layout).chosen.schedule for n in (256, 1024, 4096)]
     by_steps = [pick(flux(trained_steps=t, sampled_steps=t + 1), layout).chosen for t in (2, 5, 25)]
     assert by_tokens[:2] == ["retain", "retain"]
@@ -93,7 +93,7 @@ def test_more_tokens_or_steps_take_retain_out_of_the_memory():
 
 
 def test_a_kl_term_makes_reweight_dearer_than_replay():
-    choice = pick(flux(kl=True), [(8, 8)], budget=500 * GIB)
+    choice = pick(flux(kl=True), [Ranks(8, data=8)], budget=500 * GIB)
     rows = {(c.schedule, c.recompute): c for c in choice.reasons}
     trained = 5
     replay, reweight = rows["replay", "none"], rows["reweight", "none"]
@@ -107,7 +107,7 @@ def test_a_kl_term_makes_reweight_dearer_than_replay():
 
 
 def test_with_a_frozen_base_both_cost_three():
-    choice = pick(flux(kl=True, trainable=180_000_000), [(8, 8)], budget=500 * GIB)
+    choice = pick(flux(kl=True, trainable=180_000_000), [Ranks(8, data=8)], budget=500 * GIB)
     costs = {c.schedule: c.forward_equivalents for c in choice.reasons if c.recompute == "none"}
     assert costs["replay"] == costs["reweight"] == 1 + 3 * 5
 
@@ -121,7 +121,9 @@ def test_costs_are_those_of_the_published_table(steps, replay, lean, jagg):
     window, cost = jagg
     work = flux(sampled_steps=steps[0], trained_steps=steps[1], jagg=Jagg("retain", window, 1.0))
     costs = {
-        c.schedule: c.forward_equivalents for c in found(work, [(8, 8)]) if c.recompute == "none"
+        c.schedule: c.forward_equivalents
+        for c in found(work, [Ranks(8, data=8)])
+        if c.recompute == "none"
     }
     assert (costs["replay"], costs["retain"], costs["reweight"]) == (replay, lean, lean)
     # 19 steps are 4 windows of 4 and 3 steps that stay exact.
@@ -130,7 +132,7 @@ def test_costs_are_those_of_the_published_table(steps, replay, lean, jagg):
 
 def test_an_approximation_is_listed_and_never_chosen():
     work = flux(jagg=Jagg("retain", 5, 1.0))
-    choice = pick(work, [(8, 8)], budget=500 * GIB)
+    choice = pick(work, [Ranks(8, data=8)], budget=500 * GIB)
     [jagg] = [c for c in choice.reasons if c.schedule == "jagg" and c.recompute == "none"]
     assert jagg.seconds.total < choice.chosen.seconds.total
     assert choice.chosen.is_exact
@@ -138,7 +140,7 @@ def test_an_approximation_is_listed_and_never_chosen():
 
 
 def test_reweight_needs_single_trajectories():
-    choice = pick(flux(micro_batch=3), [(8, 8)])
+    choice = pick(flux(micro_batch=3), [Ranks(8, data=8)])
     reasons = {r for c, r in choice.reasons.items() if c.schedule == "reweight"}
     assert reasons == {
         "takes one trajectory at a time: needs grpo.micro_batch_size = 1, which is 3"
@@ -146,7 +148,7 @@ def test_reweight_needs_single_trajectories():
 
 
 def test_a_budget_that_nothing_fits_names_the_least_that_would():
-    rows = found(flux(), [(2, 4), (8, 1)])
+    rows = found(flux(), [Ranks(2, data=4), Ranks(8, data=1)])
     least = min(c.memory.total for c in rows if c.is_exact)
     with pytest.raises(ValueError) as error:
         choose(flux(), rows, 10 * GIB, "a small device")
@@ -173,12 +175,12 @@ def test_graphs_in_flight_follow_from_the_placement():
 
 @pytest.mark.parametrize("changes", [{"kl": True}, {"average": True}, {"guided": True}])
 def test_what_stays_for_the_run_is_counted(changes):
-    plain, more = (found(flux(**c), [(8, 8)])[0].memory for c in ({}, changes))
+    plain, more = (found(flux(**c), [Ranks(8, data=8)])[0].memory for c in ({}, changes))
     weights = flux().shape.parameters_of_rank(8)
     assert more.reference == (2 * weights if "kl" in changes else 0)
     assert more.average == (4 * weights if "average" in changes else 0)
     # Guidance computes with twice the batch.
     ratio = more.activations / plain.activations
     assert 1.5 < ratio < 2.5 if "guided" in changes else ratio < 1.3
-    offloaded = found(flux(kl=True, reference_offload=True), [(8, 8)])[0].memory
+    offloaded = found(flux(kl=True, reference_offload=True), [Ranks(8, data=8)])[0].memory
     assert offloaded.reference < 0.1 * 2 * weights
