@@ -4,6 +4,7 @@
 Nothing heavy is imported: versions come from package metadata, GPUs from nvidia-smi.
 """
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -70,15 +71,44 @@ OPTIONAL = (
 )
 
 
+@dataclass(frozen=True)
+class FusedKernel:
+    """What a GPU container may bring a kernel for, and what computes it."""
+
+    work: str
+    modules: tuple[tuple[str, str], ...]
+    """Package and module that brings the kernel, in the order in which they are looked for."""
+    otherwise: str
+    uses: bool = True
+    """Whether the kernel is used where it is there."""
+
+
+_TRANSFORMER_ENGINE = ("transformer-engine", "transformer_engine")
+FUSED_KERNELS = (
+    # The first two are megatron-core's choice, when it is imported.
+    FusedKernel("Adam", (_TRANSFORMER_ENGINE, ("apex", "apex")), "torch's AdamW"),
+    FusedKernel("gradient norm", (_TRANSFORMER_ENGINE, ("apex", "amp_C")), "megatron's own sums"),
+    FusedKernel(
+        "weight gradients",
+        (("apex", "fused_weight_gradient_mlp_cuda"), _TRANSFORMER_ENGINE),
+        "torch's products, added in place",
+        uses=False,
+    ),
+    FusedKernel(
+        "norms", (_TRANSFORMER_ENGINE, ("apex", "apex")), "torch's layer and RMS norms", uses=False
+    ),
+)
+
+
 def collect_info() -> dict[str, Any]:
     """Return versions, devices, the backend and the optional packages as plain data."""
-    gpus = _gpus()
+    gpus = gpu_lines()
     cuda_build = _torch_cuda_build()
     return {
         "versions": {
-            "megatron-leangrpo": _version("megatron-leangrpo"),
+            "megatron-leangrpo": version_of("megatron-leangrpo"),
             "python": platform.python_version(),
-            **{name: _version(name) for name in REQUIRED},
+            **{name: version_of(name) for name in REQUIRED},
         },
         "system": platform.platform(),
         "cpu_cores": len(os.sched_getaffinity(0)),
@@ -95,6 +125,7 @@ def collect_info() -> dict[str, Any]:
             }
             for item in OPTIONAL
         ],
+        "fused_kernels": [_fused(kernel) for kernel in FUSED_KERNELS],
     }
 
 
@@ -113,6 +144,9 @@ def print_info() -> None:
         print(f"  {item['package']:18} {item['version'] or 'missing':9} {item['for']}")
         if not item["version"]:
             print(f"{'':31}get it: {item['get']}")
+    print("\nfused kernels")
+    for kernel in info["fused_kernels"]:
+        print(f"  {kernel['work']:18} {_explain_fused(kernel)}")
 
 
 def _explain_backend(info: dict[str, Any]) -> str:
@@ -123,7 +157,27 @@ def _explain_backend(info: dict[str, Any]) -> str:
     return info["backend"]
 
 
-def _version(package: str) -> str | None:
+def _fused(kernel: FusedKernel) -> dict[str, Any]:
+    """Which kernel is there and what is in use; kernels need a GPU."""
+    found = next((p for p, module in kernel.modules if importlib.util.find_spec(module)), None)
+    used = kernel.uses and found is not None and bool(gpu_lines())
+    return {
+        "work": kernel.work,
+        "present": found,
+        "in_use": found if used else kernel.otherwise,
+    }
+
+
+def _explain_fused(kernel: dict[str, Any]) -> str:
+    if kernel["present"] == kernel["in_use"]:
+        return f"{kernel['in_use']}"
+    if kernel["present"] is None:
+        return f"{kernel['in_use']} (no fused kernel here)"
+    return f"{kernel['in_use']} ({kernel['present']} brings a fused kernel, which is not used)"
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -133,7 +187,7 @@ def _version(package: str) -> str | None:
 def _optional_version(item: OptionalPackage) -> str | None:
     if importlib.util.find_spec(item.module) is None:
         return None
-    return _version(item.package) or "installed"
+    return version_of(item.package) or "installed"
 
 
 def _torch_cuda_build() -> str | None:
@@ -143,7 +197,9 @@ def _torch_cuda_build() -> str | None:
     return runpy.run_path(str(Path(spec.origin).with_name("version.py"))).get("cuda")
 
 
-def _gpus() -> list[str]:
+@functools.cache
+def gpu_lines() -> list[str]:
+    """Name, memory and driver of each GPU, a line each, as nvidia-smi says."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = [

@@ -35,11 +35,31 @@ def test_what_is_missing_comes_with_its_purpose_and_how_to_get_it(monkeypatch, c
 
 
 def test_gpus_without_a_cuda_build_are_explained(monkeypatch, capsys):
-    monkeypatch.setattr(info, "_gpus", lambda: ["NVIDIA H200, 143771 MiB, 580.159"])
+    monkeypatch.setattr(info, "gpu_lines", lambda: ["NVIDIA H200, 143771 MiB, 580.159"])
     monkeypatch.setattr(info, "_torch_cuda_build", lambda: None)
     assert info.collect_info()["backend"] == "cpu (gloo)"
     info.print_info()
     assert "there are GPUs, but this torch is built without CUDA" in capsys.readouterr().out
+
+
+def test_fused_kernels_are_named_with_what_is_used_in_their_place(monkeypatch, capsys):
+    monkeypatch.setattr(info, "gpu_lines", lambda: ["NVIDIA H200, 143771 MiB, 580.159"])
+    there = {"transformer_engine", "fused_weight_gradient_mlp_cuda"}
+    monkeypatch.setattr(info.importlib.util, "find_spec", lambda name: name in there or None)
+    kernels = {k["work"]: k for k in map(info._fused, info.FUSED_KERNELS)}
+    assert kernels["Adam"]["in_use"] == kernels["gradient norm"]["in_use"] == "transformer-engine"
+    assert kernels["weight gradients"]["present"] == "apex"
+    assert "which is not used" in info._explain_fused(kernels["weight gradients"])
+    there.clear()
+    kernels = {k["work"]: k for k in map(info._fused, info.FUSED_KERNELS)}
+    assert kernels["Adam"] == {"work": "Adam", "present": None, "in_use": "torch's AdamW"}
+    assert info._explain_fused(kernels["Adam"]) == "torch's AdamW (no fused kernel here)"
+
+
+def test_without_a_gpu_no_fused_kernel_is_in_use(monkeypatch):
+    monkeypatch.setattr(info, "gpu_lines", list)
+    monkeypatch.setattr(info.importlib.util, "find_spec", lambda name: True)
+    assert info._fused(info.FUSED_KERNELS[0])["in_use"] == "torch's AdamW"
 
 
 def test_nothing_heavy_is_imported():
