@@ -10,17 +10,17 @@ FLUX_MULTIPLE = 16
 
 
 class LatentCodec(Protocol):
-    """Between packed latents [b, tokens, channels] and images [b, 3, H, W] in [0, 1]."""
+    """From packed latents [b, tokens, channels] to images [b, 3, H, W] in [0, 1].
 
+    Or to videos [b, frames, 3, H, W], whose latents are packed frame by frame.
+    """
+
+    makes_videos: bool
     multiple: int
     """Height and width must be divisible by this."""
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of tokens."""
-        ...
-
-    def latent_shape(self, height: int, width: int) -> tuple[int, int]:
-        """Tokens and channels."""
+        """Rows and columns of tokens, of a frame in a video."""
         ...
 
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:

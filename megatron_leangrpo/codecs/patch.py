@@ -16,22 +16,18 @@ class PatchCodec:
         patch: pixels per token side (16 for FLUX).
     """
 
+    makes_videos = False
+
     def __init__(self, channels: int = 64, patch: int = 16) -> None:
         if channels % 4 or channels < 12:
             raise ValueError(f"channels={channels}: must be a multiple of 4 and at least 12")
         if patch % 2 or patch < 2:
             raise ValueError(f"patch={patch}: must be even and positive")
         self.multiple = patch
-        self._channels = channels
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of tokens; ValueError for a size that does not fit."""
         return token_grid(height, width, self.multiple)
-
-    def latent_shape(self, height: int, width: int) -> tuple[int, int]:
-        """Tokens and channels of the packed latents."""
-        rows, columns = self.grid(height, width)
-        return rows * columns, self._channels
 
     @torch.no_grad()
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:

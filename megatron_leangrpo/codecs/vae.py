@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_leangrpo.codecs.base import token_grid
+from megatron_leangrpo.codecs.loading import load_vae
 from megatron_leangrpo.codecs.packing import unpack_latents
 
 # Pixels decoded at once: memory must not grow with the batch.
@@ -17,10 +18,11 @@ PIXELS_PER_CHUNK = 2**20
 class VaeCodec:
     """Packing, scaling and decoding exactly as FluxPipeline does it, without tiling."""
 
+    makes_videos = False
+
     def __init__(self, vae: Any) -> None:
         self.vae = vae.eval().requires_grad_(False)
         self.multiple = 2 ** len(vae.config.block_out_channels)
-        self._channels = 4 * vae.config.latent_channels
 
     @classmethod
     def from_pipeline(
@@ -32,34 +34,11 @@ class VaeCodec:
         """Load only the VAE of a folder written by FluxPipeline.save_pretrained."""
         from diffusers import AutoencoderKL
 
-        folder = Path(folder) / "vae"
-        if not (folder / "config.json").is_file():
-            raise ValueError(
-                f"model.base: {folder} is not the VAE of a FLUX pipeline, config.json is missing"
-            )
-        try:
-            vae, report = AutoencoderKL.from_pretrained(
-                folder, local_files_only=True, output_loading_info=True
-            )
-        except Exception as error:
-            cause = " ".join(str(error).split())
-            raise ValueError(f"model.base: {folder} cannot be loaded: {cause:.300}") from error
-        if missing := sorted(report["missing_keys"]):
-            # diffusers would fill them with random numbers.
-            raise ValueError(
-                f"model.base: {folder} misses {len(missing)} of the VAE's tensors, such as "
-                f"{missing[0]}"
-            )
-        return cls(vae.to(device, dtype))
+        return cls(load_vae(AutoencoderKL, folder, "FLUX").to(device, dtype))
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of tokens; ValueError for a size that does not fit."""
         return token_grid(height, width, self.multiple)
-
-    def latent_shape(self, height: int, width: int) -> tuple[int, int]:
-        """Tokens and channels of the packed latents."""
-        rows, columns = self.grid(height, width)
-        return rows * columns, self._channels
 
     @torch.no_grad()
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:

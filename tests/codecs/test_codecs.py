@@ -41,7 +41,7 @@ def test_bad_sizes_are_refused_with_the_nearest_valid_ones(height, width, messag
     with pytest.raises(ValueError, match=message):
         check_size(height, width, 16)
     with pytest.raises(ValueError, match=message):
-        PatchCodec(64, 16).latent_shape(height, width)
+        PatchCodec(64, 16).grid(height, width)
 
 
 def test_packed_order_is_diffusers(pipeline):
@@ -55,16 +55,16 @@ def test_packed_order_is_diffusers(pipeline):
 
 def test_tiny_vae_sizes(codec):
     assert codec.multiple == 8
-    assert codec.latent_shape(32, 32) == (16, 16)
     assert codec.grid(32, 64) == (4, 8) and codec.grid(64, 32) == (8, 4)
     with pytest.raises(ValueError, match=r"sampling\.width=36: .*multiple of 8; .*32 or 40"):
-        codec.latent_shape(32, 36)
+        codec.grid(32, 36)
 
 
 @pytest.mark.parametrize(("height", "width"), [(32, 32), (32, 64), (64, 32)])
 def test_decoding_equals_diffusers_pipeline(codec, pipeline, height, width):
     generator = torch.Generator().manual_seed(0)
-    latents = torch.randn(3, *codec.latent_shape(height, width), generator=generator)
+    rows, columns = codec.grid(height, width)
+    latents = torch.randn(3, rows * columns, 16, generator=generator)
     images = codec.decode(latents, height, width)
     unpacked = pipeline._unpack_latents(latents, height, width, pipeline.vae_scale_factor)
     config = pipeline.vae.config
@@ -101,7 +101,7 @@ def test_folder_without_vae_is_refused(tmp_path):
 
 def test_patch_codec_shows_the_first_three_latent_channels():
     codec = PatchCodec(channels=64, patch=16)
-    assert codec.latent_shape(32, 64) == (8, 64) and codec.grid(32, 64) == (2, 4)
+    assert codec.grid(32, 64) == (2, 4)
     latents = torch.zeros(1, 16, 4, 8)
     latents[0, 1, 0, 7] = 2.0
     image = codec.decode(pack_latents(latents), 32, 64)
