@@ -1,8 +1,7 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""How a text and an image stream are cut over sequence-parallel ranks, padding included."""
+"""How streams of tokens are cut over ranks, and which rows are pads when they are whole again."""
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +11,7 @@ import torch.nn.functional as F
 class TokenLayout:
     """Token counts of the two streams and the number of ranks they are sharded over.
 
-    Each stream is padded to a multiple of `shards`. Joined shards `[text_r | image_r]` gather to
-    `text_0 image_0 text_1 image_1 ...`; pads are the last rows of each stream.
+    Each stream is padded to a multiple of `shards`; its pads are its last rows.
     """
 
     text: int
@@ -30,30 +28,48 @@ class TokenLayout:
         """Image tokens of a rank, pads included."""
         return -(-self.image // self.shards)
 
-    @property
-    def is_padded(self) -> bool:
-        """True if a stream has rows that are no tokens."""
-        return self.text % self.shards != 0 or self.image % self.shards != 0
+    def joined_order(self, parts: int) -> torch.Tensor:
+        """For each row of `text_0 image_0 text_1 image_1 ...`, its token, -1 for a pad.
 
-    @cached_property
-    def joined_order(self) -> torch.Tensor:
-        """For each row of the gathered joined stream, its token (text first); -1 for a pad."""
+        Text tokens count first. Either stream is cut into `parts`: the shards, or groups of shards
+        that are already whole.
+        """
         text = torch.arange(self.text_per_partition * self.shards)
         image = torch.arange(self.image_per_partition * self.shards) + self.text
         text[self.text :] = -1
         image[self.image :] = -1
-        rows = torch.cat((text.view(self.shards, -1), image.view(self.shards, -1)), dim=1)
-        return rows.flatten()
+        return torch.cat((text.view(parts, -1), image.view(parts, -1)), dim=1).flatten()
 
-    @cached_property
-    def joined_rows(self) -> torch.Tensor:
-        """Rows of the gathered joined stream that are tokens."""
-        return (self.joined_order >= 0).nonzero().squeeze(1)
 
-    @cached_property
-    def joined_tokens(self) -> torch.Tensor:
-        """The tokens (text first) in the order of `joined_rows`."""
-        return self.joined_order[self.joined_rows]
+@dataclass(frozen=True, eq=False)
+class TokenRows:
+    """Which rows of a stream are tokens."""
+
+    rows: int
+    """All rows, pads included."""
+    tokens: int
+    index: torch.Tensor | None = None
+    """The rows of the tokens; the first ones where it is not given."""
+
+    @staticmethod
+    def of(order: torch.Tensor, device: torch.device) -> "TokenRows":
+        """The rows whose entry in `order` is not negative."""
+        index = (order >= 0).nonzero().squeeze(1)
+        return TokenRows(order.numel(), index.numel(), index.to(device))
+
+    def drop(self, x: torch.Tensor) -> torch.Tensor:
+        """The tokens among the rows `[s, ...]`."""
+        if self.tokens == self.rows:
+            return x
+        return x[: self.tokens] if self.index is None else x.index_select(0, self.index)
+
+    def restore(self, x: torch.Tensor) -> torch.Tensor:
+        """The inverse of `drop`, with zeros for the pads."""
+        if self.tokens == self.rows:
+            return x
+        if self.index is None:
+            return pad_tokens(x, self.rows)
+        return x.new_zeros(self.rows, *x.shape[1:]).index_copy(0, self.index, x)
 
 
 def pad_tokens(x: torch.Tensor, length: int) -> torch.Tensor:

@@ -6,9 +6,14 @@ does not divide are padded with zeros, which attend to nothing and are dropped a
 DeepSpeed-Ulysses (arXiv 2309.14509).
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Queries, keys and values `[s, b, heads, head_dim]` to `[s, b, heads * head_dim]`."""
 
 
 class _AllToAll(torch.autograd.Function):
@@ -39,20 +44,32 @@ class HeadExchange:
         self.ranks = 1 if group is None else group.size()
         self.heads_inside = -(-heads // self.ranks)
 
-    def to_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """`[s, b, heads * w]` to `[ranks * s, b, heads_inside * w]`, tokens rank after rank."""
-        if self.ranks == 1:
-            return x
-        s, b, features = x.shape
-        x = x.reshape(s, b, self.heads, features // self.heads)
-        x = F.pad(x, (0, 0, 0, self.ranks * self.heads_inside - self.heads))
-        x = x.reshape(s, b, self.ranks, -1).permute(2, 0, 1, 3)
-        return _AllToAll.apply(x, self.group).flatten(0, 1)
+    def around(self, attend: Attend, qk: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """`[s, b, heads * head_dim]` of this rank's tokens, which attend to those of all ranks.
 
-    def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """The inverse of `to_heads`."""
+        `qk` is `[s, b, heads, 2, head_dim]` and `v` `[s, b, heads, head_dim]`; `attend` is given
+        the tokens rank after rank.
+        """
         if self.ranks == 1:
-            return x
-        x = _AllToAll.apply(x.unflatten(0, (self.ranks, -1)), self.group).permute(1, 2, 0, 3)
-        s, b = x.shape[:2]
-        return x.reshape(s, b, self.ranks * self.heads_inside, -1)[:, :, : self.heads].flatten(2)
+            return attend(*qk.unbind(dim=-2), v)
+        arrived = _AllToAll.apply(packed(self.by_rank(qk), self.by_rank(v)), self.group)
+        out = attend(*arrived.flatten(0, 1).unbind(dim=-2))
+        out = out.view(self.ranks, -1, *out.shape[1:])
+        return self.joined(_AllToAll.apply(out, self.group))
+
+    def by_rank(self, x: torch.Tensor) -> torch.Tensor:
+        """`[s, b, heads, ...]` as `[ranks, s, b, heads_inside, ...]`: the heads of each rank."""
+        missing = self.ranks * self.heads_inside - self.heads
+        if missing:
+            x = F.pad(x, (0, 0) * (x.dim() - 3) + (0, missing))
+        return x.unflatten(2, (self.ranks, -1)).movedim(2, 0)
+
+    def joined(self, x: torch.Tensor) -> torch.Tensor:
+        """`[ranks, s, b, heads_inside * w]` as `[s, b, heads * w]`: all heads of a token."""
+        x = x.unflatten(-1, (self.heads_inside, -1)).movedim(0, 2).flatten(2, 3)
+        return x[:, :, : self.heads].flatten(2)
+
+
+def packed(qk: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Queries, keys and values of every head side by side, so that they travel together."""
+    return torch.cat((qk, v.unsqueeze(-2)), dim=-2)

@@ -12,11 +12,11 @@ import torch
 from megatron_leangrpo import platform
 from megatron_leangrpo.models.common import transformer
 from megatron_leangrpo.models.common.weights import initialise
-from megatron_leangrpo.models.wan import model as wan_model
 from megatron_leangrpo.models.wan.config import WanConfig
 from megatron_leangrpo.models.wan.model import WanTransformer
 from megatron_leangrpo.models.wan.weight_map import weight_rules
 from megatron_leangrpo.overlap.settings import OverlapSettings
+from megatron_leangrpo.parallel import tokens
 from tests.models.flux_parity import finalize_gradients, relative_l2, worst, wrap_data_parallel
 from tests.models.wan_parity import (
     TOLERANCE,
@@ -41,6 +41,20 @@ CASES = {
 # The grid of 240 x 416 x 33: 3510 tokens, of which 4 ranks leave 2 over.
 LONG = {"grid": (9, 15, 26), "batch": 1}
 WORLDS = pytest.mark.parametrize("ranks", [2, 4])
+LAYOUTS = pytest.mark.parametrize(
+    ("tensor_parallel", "context_parallel", "sequence_parallel"),
+    [
+        (2, 1, False),
+        (2, 1, True),
+        (4, 1, False),
+        (4, 1, True),
+        (1, 2, False),
+        # 3 does not divide the 4 heads, and leaves pads in every shape.
+        (1, 3, False),
+        (2, 2, False),
+        (2, 2, True),
+    ],
+)
 
 Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
@@ -63,11 +77,14 @@ def _sharded(config: WanConfig, ranks: int, sequence_parallel: bool) -> WanConfi
     return replace(config, tensor_model_parallel_size=ranks, sequence_parallel=sequence_parallel)
 
 
-def _float32(ranks: int, sequence_parallel: bool, weights: list[dict]) -> list[Result]:
-    platform.initialize_distributed(ranks)
+def _float32(
+    tensor_parallel: int, context_parallel: int, sequence_parallel: bool, weights: list[dict]
+) -> list[Result]:
+    platform.initialize_distributed(tensor_parallel, context_parallel_size=context_parallel)
     results = []
     for (make_config, options), tensors in zip(CASES.values(), weights):
-        model = WanTransformer(_sharded(make_config(), ranks, sequence_parallel))
+        config = make_config(context_parallel_size=context_parallel)
+        model = WanTransformer(_sharded(config, tensor_parallel, sequence_parallel))
         load(model, tensors)
         results.append(_run(model, make_inputs(make_config(), **options)))
     return _on_first(results)
@@ -81,11 +98,13 @@ def references():
     }
 
 
-@WORLDS
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_sharded_model_matches_diffusers(run_ranks, references, ranks, sequence_parallel):
+@LAYOUTS
+def test_sharded_model_matches_diffusers(
+    run_ranks, references, tensor_parallel, context_parallel, sequence_parallel
+):
     weights = [references[name]["weights"] for name in CASES]
-    results = run_ranks(ranks, _float32, ranks, sequence_parallel, weights)
+    layout = tensor_parallel, context_parallel, sequence_parallel
+    results = run_ranks(tensor_parallel * context_parallel, _float32, *layout, weights)
     for n, name in enumerate(CASES):
         expected, grid = references[name], CASES[name][1]["grid"]
         velocity, found = results[0][n]
@@ -144,19 +163,20 @@ def _large_pads(x: torch.Tensor, length: int) -> torch.Tensor:
     return torch.cat((x, pads.expand(length - x.shape[0], *pads.shape)))
 
 
-def _pads_that_matter(ranks: int) -> list[str]:
+def _pads_that_matter(tensor_parallel: int, context_parallel: int) -> list[str]:
     """Names of the cases and tensors that change with what is in pad rows."""
-    platform.initialize_distributed(ranks)
+    platform.initialize_distributed(tensor_parallel, context_parallel_size=context_parallel)
     changed = []
     for name, (make_config, options) in CASES.items():
-        config = _sharded(make_config(), ranks, True)
+        config = make_config(context_parallel_size=context_parallel)
+        config = _sharded(config, tensor_parallel, True)
         model = WanTransformer(config)
         initialise(model, weight_rules(config), seed=5)
         inputs = make_inputs(config, **options)
         velocity, expected = _run(model, inputs)
         with (
             mock.patch.object(transformer, "pad_tokens", _large_pads),
-            mock.patch.object(wan_model, "pad_tokens", _large_pads),
+            mock.patch.object(tokens, "pad_tokens", _large_pads),
         ):
             other, found = _run(model, inputs)
         changed += [] if torch.equal(other, velocity) else [name]
@@ -164,9 +184,10 @@ def _pads_that_matter(ranks: int) -> list[str]:
     return changed
 
 
-@WORLDS
-def test_large_numbers_in_pad_rows_change_no_bit(run_ranks, ranks):
-    for changed in run_ranks(ranks, _pads_that_matter, ranks):
+@pytest.mark.parametrize(("tensor_parallel", "context_parallel"), [(2, 1), (4, 1), (1, 3)])
+def test_large_numbers_in_pad_rows_change_no_bit(run_ranks, tensor_parallel, context_parallel):
+    layout = tensor_parallel, context_parallel
+    for changed in run_ranks(tensor_parallel * context_parallel, _pads_that_matter, *layout):
         assert changed == []
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""Attention between tokens that are whole on this rank, for this rank's heads.
+"""Attention between all tokens, for this rank's heads.
 
 Queries and keys travel packed, `[s, b, heads, 2, head_dim]`, so that one pass normalises and
 rotates both; where they come from different tokens each is a pack of one.
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_leangrpo import platform
 from megatron_leangrpo.models.common.rotary import rotate
+from megatron_leangrpo.parallel.tokens import TokenRows
 from megatron_leangrpo.parallel.ulysses import HeadExchange
 
 RMS_NORM_EPS = 1e-6
@@ -128,12 +129,6 @@ class _NormaliseAndRotate(torch.autograd.Function):
         return qk_grad.to(qk.dtype), weight_grad, None, None, None
 
 
-def head_exchange(config: TransformerConfig) -> HeadExchange:
-    """The exchange of tokens and heads over the context-parallel ranks around an attention."""
-    heads = config.num_attention_heads // config.tensor_model_parallel_size
-    return HeadExchange(heads, platform.cp_group())
-
-
 class CoreAttention(torch.nn.Module):
     """Full attention without a mask, to `[s, b, heads * head_dim]`.
 
@@ -148,6 +143,27 @@ class CoreAttention(torch.nn.Module):
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(_attend, q, k, v, use_reentrant=False, preserve_rng_state=False)
         return _attend(q, k, v)
+
+
+class SelfAttention(torch.nn.Module):
+    """Attention of all tokens to one another, from and to this rank's tokens and all its heads.
+
+    Over context-parallel ranks tokens are exchanged for heads and back (Ulysses).
+    """
+
+    def __init__(self, config: TransformerConfig, recompute: bool) -> None:
+        super().__init__()
+        self.of_heads = CoreAttention(recompute)
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        self.exchange = HeadExchange(heads, platform.cp_group())
+
+    def forward(self, qk: torch.Tensor, v: torch.Tensor, attended: TokenRows) -> torch.Tensor:
+        """From packed queries and keys; `attended` says which rows of all ranks are tokens."""
+
+        def attend(*heads: torch.Tensor) -> torch.Tensor:
+            return attended.restore(self.of_heads(*map(attended.drop, heads)))
+
+        return self.exchange.around(attend, qk, v)
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

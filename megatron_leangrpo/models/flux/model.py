@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_leangrpo import platform
 from megatron_leangrpo.models.common.attention import (
-    CoreAttention,
     HeadNorm,
-    head_exchange,
+    SelfAttention,
     normalise_and_rotate,
     split_qkv,
 )
@@ -36,7 +36,7 @@ from megatron_leangrpo.models.common.modulation import Modulation, gated_residua
 from megatron_leangrpo.models.common.transformer import ShardedTransformer, applied_to_own_tokens
 from megatron_leangrpo.models.flux.config import SINUSOID_WIDTH, FluxConfig
 from megatron_leangrpo.models.flux.positions import Positions
-from megatron_leangrpo.parallel.tokens import TokenLayout, pad_tokens
+from megatron_leangrpo.parallel.tokens import TokenLayout
 
 if TYPE_CHECKING:
     from megatron_leangrpo.conditioning.encoders import Conditioning
@@ -85,7 +85,9 @@ class FluxTransformer(ShardedTransformer):
         vec = self.embed_conditioning(timestep, conditioning)
 
         layout = TokenLayout(txt.shape[0], img.shape[0], self.sequence_shards)
-        positions = Positions.of(layout, grid, self.flux_config.axes_dims_rope, dtype, img.device)
+        context = platform.group_rank(self.cp_group), platform.group_size(self.cp_group)
+        axes = self.flux_config.axes_dims_rope
+        positions = Positions.of(layout, grid, axes, dtype, img.device, context)
         img = self.scatter_padded(img, layout.image_per_partition)
         txt = self.scatter_padded(txt, layout.text_per_partition)
 
@@ -152,8 +154,8 @@ class JointAttention(MegatronModule):
     def __init__(self, config: TransformerConfig, flux_config: FluxConfig) -> None:
         super().__init__(config)
         self.head_dim = head_dim = flux_config.head_dim
-        self.exchange = head_exchange(config)
-        self.core_attention = CoreAttention(flux_config.recompute_granularity == "selective")
+        recompute = flux_config.recompute_granularity == "selective"
+        self.core_attention = SelfAttention(config, recompute)
         hidden, dtype = config.hidden_size, config.params_dtype
         self.linear_qkv = ColumnParallelLinear(hidden, 3 * hidden, config)
         self.added_linear_qkv = ColumnParallelLinear(hidden, 3 * hidden, config)
@@ -167,22 +169,20 @@ class JointAttention(MegatronModule):
     def forward(
         self, img: torch.Tensor, txt: torch.Tensor, positions: Positions
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        layout = positions.layout
-        # Projections and exchange gather the tokens; what was padded for them ends here.
-        img_qkv = self.exchange.to_heads(self.linear_qkv(img))[: layout.image]
-        txt_qkv = self.exchange.to_heads(self.added_linear_qkv(txt))[: layout.text]
-        img_qk, img_v = split_qkv(img_qkv, self.head_dim)
-        txt_qk, txt_v = split_qkv(txt_qkv, self.head_dim)
+        img_rows, txt_rows = positions.projected_image, positions.projected_text
+        img_qk, img_v = split_qkv(img_rows.drop(self.linear_qkv(img)), self.head_dim)
+        txt_qk, txt_v = split_qkv(txt_rows.drop(self.added_linear_qkv(txt)), self.head_dim)
         img_qk = normalise_and_rotate(img_qk, self.q_layernorm, self.k_layernorm, positions.image)
         # Text is all at the origin, which rotates nothing.
         txt_qk = normalise_and_rotate(txt_qk, self.added_q_layernorm, self.added_k_layernorm, None)
 
-        q, k = torch.cat((txt_qk, img_qk)).unbind(dim=-2)
-        out = self.core_attention(q, k, torch.cat((txt_v, img_v)))
-        txt, img = out.split((layout.text, layout.image))
-        img = self.exchange.to_tokens(pad_tokens(img, layout.image_per_partition * layout.shards))
-        txt = self.exchange.to_tokens(pad_tokens(txt, layout.text_per_partition * layout.shards))
-        return self.linear_proj(img), self.added_linear_proj(txt)
+        qk, v = torch.cat((txt_qk, img_qk)), torch.cat((txt_v, img_v))
+        out = self.core_attention(qk, v, positions.attended_paired)
+        txt, img = out.split((txt_rows.tokens, img_rows.tokens))
+        return (
+            self.linear_proj(img_rows.restore(img)),
+            self.added_linear_proj(txt_rows.restore(txt)),
+        )
 
 
 class SingleStreamBlock(MegatronModule):
@@ -191,7 +191,6 @@ class SingleStreamBlock(MegatronModule):
     def __init__(self, config: TransformerConfig, flux_config: FluxConfig) -> None:
         super().__init__(config)
         self.head_dim = flux_config.head_dim
-        self.exchange = head_exchange(config)
         hidden, ffn, dtype = config.hidden_size, config.ffn_hidden_size, config.params_dtype
         shared_input = {"shares_input": True}
         self.modulation = Modulation(config, chunks=3)
@@ -199,7 +198,8 @@ class SingleStreamBlock(MegatronModule):
         self.linear_fc1 = ColumnParallelLinear(hidden, ffn, config, **shared_input)
         self.q_layernorm = HeadNorm(self.head_dim, dtype)
         self.k_layernorm = HeadNorm(self.head_dim, dtype)
-        self.core_attention = CoreAttention(flux_config.recompute_granularity == "selective")
+        recompute = flux_config.recompute_granularity == "selective"
+        self.core_attention = SelfAttention(config, recompute)
         self.linear_out = JoinedRowParallelLinear(hidden, ffn, hidden, config)
 
     def forward(
@@ -209,13 +209,13 @@ class SingleStreamBlock(MegatronModule):
         x = modulated_norm(tokens, shift, scale)
         qkv, mlp = project_together(x, [self.linear_qkv, self.linear_fc1], self.config)
 
-        qk, v = split_qkv(positions.drop_pads(self.exchange.to_heads(qkv)), self.head_dim)
+        rows = positions.projected_joined
+        qk, v = split_qkv(rows.drop(qkv), self.head_dim)
         qk = normalise_and_rotate(qk, self.q_layernorm, self.k_layernorm, positions.joined)
-        attn = self.core_attention(*qk.unbind(dim=-2), v)
+        attn = self.core_attention(qk, v, positions.attended_joined)
         mlp = F.gelu(mlp, approximate="tanh")
 
-        attn = self.exchange.to_tokens(positions.restore_pads(attn))
-        return gated_residual(tokens, gate, self.linear_out(attn, mlp))
+        return gated_residual(tokens, gate, self.linear_out(rows.restore(attn), mlp))
 
 
 class LastLayer(MegatronModule):

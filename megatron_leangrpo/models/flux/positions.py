@@ -9,21 +9,26 @@ from functools import lru_cache
 import torch
 
 from megatron_leangrpo.models.common.rotary import rotary_table
-from megatron_leangrpo.parallel.tokens import TokenLayout
+from megatron_leangrpo.parallel.tokens import TokenLayout, TokenRows
 
 
 @dataclass(frozen=True, eq=False)
 class Positions:
-    """Token layout and rotary tables of one shape of input; computed once per shape.
+    """What attention must know of one shape of input; computed once per shape.
 
-    `image` is for image tokens, `joined` for both kinds in the order in which joined shards gather;
-    neither has rows for pads. Text tokens are all at the origin.
+    `paired` is text, then image, as two streams are joined; `joined` is both as they are joined in
+    every shard. A rank that is alone in its context has all tokens once they are projected, and
+    drops the pads there (`projected`). Otherwise they go with it to attention (`attended`). Tables
+    have this rank's rows; pads, and text, which is all at the origin, are not rotated.
     """
 
-    layout: TokenLayout
     image: torch.Tensor
     joined: torch.Tensor
-    joined_rows: torch.Tensor | None
+    projected_text: TokenRows
+    projected_image: TokenRows
+    projected_joined: TokenRows
+    attended_paired: TokenRows
+    attended_joined: TokenRows
 
     @staticmethod
     @lru_cache(maxsize=16)
@@ -33,30 +38,43 @@ class Positions:
         axes_dims: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
+        context: tuple[int, int],
     ) -> Positions:
-        """The positions of `layout` when the image is `grid` = (rows, columns) of tokens."""
+        """For an image of `grid` = (rows, columns) of tokens, and `context` = (rank, ranks)."""
         wide = torch.complex128 if dtype == torch.float64 else torch.complex64
+        rank, ranks = context
+        text = layout.text_per_partition * layout.shards // ranks
+        image = layout.image_per_partition * layout.shards // ranks
         # The first call may be a rollout in inference mode; later ones save the table for backward.
         with torch.inference_mode(False), torch.device("cpu"):
-            rows, columns = torch.meshgrid(*(torch.arange(n) for n in grid), indexing="ij")
-            image_ids = torch.stack((torch.zeros_like(rows), rows, columns), dim=-1).flatten(0, 1)
-            text_ids = image_ids.new_zeros(layout.text, 3)
-            image = rotary_table(image_ids, axes_dims).to(wide)
-            joined = torch.cat((rotary_table(text_ids, axes_dims).to(wide), image))
+            paired, joined = layout.joined_order(ranks), layout.joined_order(layout.shards)
+            # A row without rotation at the end, where -1 finds it.
+            text_ids = torch.zeros(layout.text, 3, dtype=torch.int64)
+            ids = torch.cat((text_ids, _image_ids(grid), text_ids.new_zeros(1, 3)))
+            table = rotary_table(ids, axes_dims).to(wide)
+            if ranks == 1:
+                whole = TokenRows(layout.text + layout.image, layout.text + layout.image)
+                rows = TokenRows.of(joined, device)
+                return Positions(
+                    table[layout.text : -1].to(device),
+                    table[joined[joined >= 0]].to(device),
+                    TokenRows(text, layout.text),
+                    TokenRows(image, layout.image),
+                    rows,
+                    whole,
+                    whole,
+                )
             return Positions(
-                layout,
-                image.to(device),
-                joined[layout.joined_tokens].to(device),
-                layout.joined_rows.to(device) if layout.is_padded else None,
+                table[paired.chunk(ranks)[rank][text:]].to(device),
+                table[joined.chunk(ranks)[rank]].to(device),
+                TokenRows(text, text),
+                TokenRows(image, image),
+                TokenRows(text + image, text + image),
+                TokenRows.of(paired, device),
+                TokenRows.of(joined, device),
             )
 
-    def drop_pads(self, x: torch.Tensor) -> torch.Tensor:
-        """The tokens among the gathered joined rows `[s, ...]`."""
-        return x if self.joined_rows is None else x.index_select(0, self.joined_rows)
 
-    def restore_pads(self, x: torch.Tensor) -> torch.Tensor:
-        """The inverse of `drop_pads`, with zeros for the pads."""
-        if self.joined_rows is None:
-            return x
-        rows = self.layout.joined_order.numel()
-        return x.new_zeros(rows, *x.shape[1:]).index_copy(0, self.joined_rows, x)
+def _image_ids(grid: tuple[int, int]) -> torch.Tensor:
+    rows, columns = torch.meshgrid(*(torch.arange(n) for n in grid), indexing="ij")
+    return torch.stack((torch.zeros_like(rows), rows, columns), dim=-1).flatten(0, 1)

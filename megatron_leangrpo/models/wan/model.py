@@ -4,8 +4,9 @@
 Letters: s video tokens, b samples, h hidden features; tensors are `[s, b, h]` inside. `e` is the
 embedded noise level and `e0` its six vectors that, with a table in every block, shift, scale and
 gate the block (names of the authors' code).
-Under sequence parallelism the video's tokens are sharded between the projections; the text and a
-conditioning picture are short and whole on every rank.
+Under sequence parallelism the video's tokens are sharded between the projections, and over the
+context-parallel ranks everywhere but inside self-attention; the text and a conditioning picture are
+short and whole on every rank.
 
 Whatever the model's dtype, the time embedding, the tables, the layer norms and the residual
 updates are in float32, as diffusers keeps them; a sum is rounded when it enters the stream.
@@ -21,9 +22,11 @@ import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_leangrpo import platform
 from megatron_leangrpo.models.common.attention import (
     CoreAttention,
     HiddenNorm,
+    SelfAttention,
     normalise_across_heads,
     split_qkv,
 )
@@ -38,9 +41,9 @@ from megatron_leangrpo.models.common.modulation import gated_residual
 from megatron_leangrpo.models.common.norms import LayerNorm, scaled_norm
 from megatron_leangrpo.models.common.transformer import ShardedTransformer, applied_to_own_tokens
 from megatron_leangrpo.models.wan.config import PATCH, SINUSOID_WIDTH, WanConfig
-from megatron_leangrpo.models.wan.positions import video_table
+from megatron_leangrpo.models.wan.positions import VideoRows, video_table
 from megatron_leangrpo.parallel.mappings import copy_to_tensor_parallel
-from megatron_leangrpo.parallel.tokens import pad_tokens
+from megatron_leangrpo.parallel.tokens import TokenRows
 
 IMAGE_NORM_EPS = 1e-5
 """torch's default, which the authors left in the image branch; elsewhere it is 1e-6."""
@@ -109,13 +112,15 @@ class WanTransformer(ShardedTransformer):
 
         tokens = x.shape[0]
         per_partition = -(-tokens // self.sequence_shards)
+        context_part = platform.group_rank(self.cp_group), platform.group_size(self.cp_group)
+        rows = VideoRows.of(table, per_partition * self.sequence_shards, context_part)
         x = self.scatter_padded(x, per_partition)
         if timestep.dim() == 2:
             timestep = self.scatter_padded(timestep.t().contiguous(), per_partition)
         e, e0 = self.embed_time(timestep)
 
         for block in self.blocks:
-            x = self.run_block(block, x, e0, context, table)
+            x = self.run_block(block, x, e0, context, rows)
         velocity = self.gather_without_pads(self.head(x, e), tokens)
         return velocity.transpose(0, 1).contiguous()
 
@@ -172,7 +177,7 @@ class WanBlock(MegatronModule):
         super().__init__(config)
         hidden, wide = config.hidden_size, wan_config.wide_dtype
         self.modulation = torch.nn.Parameter(torch.empty(1, 6, hidden, dtype=wide))
-        self.self_attn = SelfAttention(config, wan_config)
+        self.self_attn = VideoAttention(config, wan_config)
         self.norm3 = LayerNorm(hidden, wide)
         self.cross_attn = CrossAttention(config, wan_config)
         self.ffn = MLP(config)
@@ -183,34 +188,35 @@ class WanBlock(MegatronModule):
         x: torch.Tensor,
         e0: torch.Tensor,
         context: tuple[torch.Tensor, torch.Tensor | None],
-        table: torch.Tensor,
+        rows: VideoRows,
     ) -> torch.Tensor:
         shift1, scale1, gate1, shift2, scale2, gate2 = (self.modulation + e0).unbind(dim=-2)
 
-        x = gated_residual(x, gate1, self.self_attn(scaled_norm(x, 1 + scale1, shift1), table))
-        x = x + self.cross_attn(self.norm3(x), *context, tokens=table.shape[0])
+        x = gated_residual(x, gate1, self.self_attn(scaled_norm(x, 1 + scale1, shift1), rows))
+        x = x + self.cross_attn(self.norm3(x), *context, rows.projected)
         return gated_residual(x, gate2, self.ffn(scaled_norm(x, 1 + scale2, shift2)))
 
 
-class SelfAttention(MegatronModule):
+class VideoAttention(MegatronModule):
     """Attention of the video's tokens to one another."""
 
     def __init__(self, config: TransformerConfig, wan_config: WanConfig) -> None:
         super().__init__(config)
         self.head_dim = wan_config.head_dim
-        self.core_attention = CoreAttention(wan_config.recompute_granularity == "selective")
+        recompute = wan_config.recompute_granularity == "selective"
+        self.core_attention = SelfAttention(config, recompute)
         hidden, dtype = config.hidden_size, config.params_dtype
         self.linear_qkv = ColumnParallelLinear(hidden, 3 * hidden, config)
         self.q_rms = HiddenNorm(hidden, dtype)
         self.k_rms = HiddenNorm(hidden, dtype)
         self.linear_proj = RowParallelLinear(hidden, hidden, config)
 
-    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        # The projection gathers the tokens; what was padded for it ends here.
-        qkv = self.linear_qkv(x)
-        qk, v = split_qkv(qkv[: table.shape[0]], self.head_dim)
-        q, k = normalise_across_heads(qk, self.q_rms, self.k_rms, table=table).unbind(dim=-2)
-        return self.linear_proj(pad_tokens(self.core_attention(q, k, v), qkv.shape[0]))
+    def forward(self, x: torch.Tensor, rows: VideoRows) -> torch.Tensor:
+        qk, v = split_qkv(rows.projected.drop(self.linear_qkv(x)), self.head_dim)
+        # Over all heads, so before the context-parallel ranks take some of them away.
+        qk = normalise_across_heads(qk, self.q_rms, self.k_rms, table=rows.table)
+        out = self.core_attention(qk, v, rows.attended)
+        return self.linear_proj(rows.projected.restore(out))
 
 
 class CrossAttention(MegatronModule):
@@ -232,15 +238,14 @@ class CrossAttention(MegatronModule):
         self.linear_proj = RowParallelLinear(hidden, hidden, config)
 
     def forward(
-        self, x: torch.Tensor, text: torch.Tensor, image: torch.Tensor | None, tokens: int
+        self, x: torch.Tensor, text: torch.Tensor, image: torch.Tensor | None, rows: TokenRows
     ) -> torch.Tensor:
-        padded_q = self.linear_q(x)
-        q = padded_q[:tokens].unflatten(-1, (-1, 1, self.head_dim))
+        q = rows.drop(self.linear_q(x)).unflatten(-1, (-1, 1, self.head_dim))
         q = normalise_across_heads(q, self.q_rms).squeeze(-2)
         out = self.attend(q, self.linear_kv(text), self.k_rms)
         if image is not None:
             out = out + self.attend(q, self.added_linear_kv(image), self.added_k_rms)
-        return self.linear_proj(pad_tokens(out, padded_q.shape[0]))
+        return self.linear_proj(rows.restore(out))
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor, k_rms: HiddenNorm) -> torch.Tensor:
         """Attention of `q` to the tokens of a fused projection."""

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
 from megatron_leangrpo.models.common.rotary import rotary_table
+from megatron_leangrpo.parallel.tokens import TokenRows, pad_tokens
 
 
 def axes_dims(head_dim: int) -> tuple[int, int, int]:
@@ -30,3 +32,27 @@ def video_table(
         axes = torch.meshgrid(*(torch.arange(n) for n in grid), indexing="ij")
         places = torch.stack(axes, dim=-1).flatten(0, 2)
         return rotary_table(places, axes_dims(head_dim)).to(wide).to(device)
+
+
+@dataclass(frozen=True, eq=False)
+class VideoRows:
+    """Which of a rank's rows are tokens, and how they are rotated.
+
+    A rank that is alone in its context has all tokens once they are projected, and drops the pads
+    there. Otherwise they go with it to attention, and the table has rows for them.
+    """
+
+    table: torch.Tensor
+    projected: TokenRows
+    attended: TokenRows
+
+    @staticmethod
+    def of(table: torch.Tensor, rows: int, context: tuple[int, int]) -> VideoRows:
+        """For the table of all tokens, all `rows`, and `context` = (rank, ranks)."""
+        rank, ranks = context
+        tokens = table.shape[0]
+        if ranks == 1:
+            return VideoRows(table, TokenRows(rows, tokens), TokenRows(tokens, tokens))
+        own = rows // ranks
+        table = pad_tokens(table, rows)[rank * own : (rank + 1) * own]
+        return VideoRows(table, TokenRows(own, own), TokenRows(rows, tokens))
