@@ -1,5 +1,5 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""Finds the interface and address by which this node reaches the master: `network.py ADDR PORT RANK`.
+"""Finds interface and address towards the master: `network.py ADDRESS PORT NODE_RANK`.
 
 Prints "INTERFACE ADDRESS". gloo and torchrun would otherwise take whatever the node's own host name
 resolves to, which in many images is 127.0.1.1. Node 0 also tries the port.

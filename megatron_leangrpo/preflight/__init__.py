@@ -1,0 +1,2 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""What is looked at before a run of several nodes costs anything."""
