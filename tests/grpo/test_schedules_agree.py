@@ -14,14 +14,15 @@ from tests.grpo import tiny
 BETWEEN_SCHEDULES = {"float32": 1e-6, "float64": 1e-12}
 # Sums over ranks and matrix products of other shapes round in another order.
 BETWEEN_LAYOUTS = {"float32": 1e-5, "float64": 1e-11}
-# World size, tensor- and context-parallel size, and the first case: placement matters with data
-# parallel only.
+# World size, tensor- and context-parallel size, the first case (placement matters with data
+# parallel only), and how collectives are overlapped.
 LAYOUTS = {
-    "tp 2": (2, 2, 1, 2),
-    "dp 2": (2, 1, 1, 0),
-    "cp 2": (2, 1, 2, 3),
-    "tp 2 dp 2": (4, 2, 1, 1),
-    "tp 2 cp 2": (4, 2, 2, 3),
+    "tp 2": (2, 2, 1, 2, "off"),
+    "dp 2": (2, 1, 1, 0, "off"),
+    "cp 2": (2, 1, 2, 3, "off"),
+    "tp 2 dp 2": (4, 2, 1, 1, "bulk"),
+    "tp 4": (4, 4, 1, 3, "flash"),
+    "tp 2 cp 2": (4, 2, 2, 3, "flash"),
 }
 # A rank has 4 of 8 samples at data-parallel size 2: 2 divides, 3 does not, 8 is more.
 CASES: dict[str, dict[str, dict[str, Any]]] = {
@@ -50,6 +51,7 @@ def _gradients(
     tensor_parallel: int,
     context_parallel: int = 1,
     first_case: int = 0,
+    overlap: str = "off",
 ) -> dict[str, dict[str, Any]]:
     """By case: the gradient by replay, how far retain is from it, and the ratios."""
     results = {}
@@ -61,6 +63,7 @@ def _gradients(
                 "context_parallel_size": context_parallel,
             },
             "sampling": {"num_steps": 3},
+            "overlap": {"mode": overlap},
         }
         merged = {
             name: {**defaults.get(name, {}), **sections.get(name, {})}
