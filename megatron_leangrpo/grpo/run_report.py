@@ -12,8 +12,8 @@ from megatron_leangrpo.grpo.evaluation import Evaluation
 from megatron_leangrpo.reporting.console import Console
 from megatron_leangrpo.reporting.curves import save_curves
 from megatron_leangrpo.reporting.metrics import MetricsWriter
-from megatron_leangrpo.reporting.pictures import save_before_after, save_grid, save_panel
 from megatron_leangrpo.reporting.run_directory import RunDirectory
+from megatron_leangrpo.reporting.sample_files import SampleFiles
 from megatron_leangrpo.reporting.sentences import evaluation_line, final_line, iteration_line
 
 
@@ -24,6 +24,7 @@ class RunReport:
         self, config: RunConfig, directory: RunDirectory, console: Console, writes: bool
     ) -> None:
         self.config, self.directory, self.console, self.writes = config, directory, console, writes
+        self.samples = SampleFiles(directory.samples, config.recipe, console.warning)
         self.verdict = "correct"
         self.metrics: MetricsWriter | None = None
         self.evaluations: dict[int, dict[str, Any]] = {}
@@ -58,7 +59,7 @@ class RunReport:
         if evaluation.correct is not None:
             metrics["eval_correct"] = evaluation.correct
         if self.writes:
-            self._draw(iteration, evaluation)
+            self.samples.evaluation(iteration, self.config.grpo.iterations, evaluation.samples)
             if iteration == 0:
                 self.metrics.write_scalars(0, metrics)
             self.directory.write_summary(self._summary())
@@ -101,21 +102,6 @@ class RunReport:
             "correct_means": self.verdict,
             "evaluations": rows,
         }
-
-    def _draw(self, iteration: int, evaluation: Evaluation) -> None:
-        samples, folder = evaluation.samples, self.directory.samples
-        # In a file, because the run may be resumed before there is an after.
-        panel = folder / ".before_panel.png"
-        title = f"{self.config.recipe}, evaluation after iteration {iteration}"
-        save_grid(folder / f"step_{iteration:06d}.png", samples, title)
-        if iteration == 0:
-            save_panel(panel, samples)
-            save_grid(folder / "before.png", samples, f"{self.config.recipe}, before")
-        if iteration == self.config.grpo.iterations:
-            save_grid(folder / "after.png", samples, f"{self.config.recipe}, after")
-            if panel.is_file():
-                title = f"{self.config.recipe}: the same prompts and noise"
-                save_before_after(folder / "before_after.png", panel, samples, title)
 
     def _draw_curves(self) -> None:
         rewards = {

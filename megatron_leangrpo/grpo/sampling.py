@@ -1,5 +1,5 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""Pictures of the evaluation prompts from the base model or from a checkpoint of a run."""
+"""Samples of the evaluation prompts from the base model or from a checkpoint of a run."""
 
 from pathlib import Path
 
@@ -8,13 +8,13 @@ from megatron_leangrpo.checkpoint.store import newest_valid, read_manifest
 from megatron_leangrpo.checkpoint.training import load_weights
 from megatron_leangrpo.grpo.experiment import Experiment
 from megatron_leangrpo.reporting.console import Console
-from megatron_leangrpo.reporting.pictures import sample_file_name, save_grid, save_image
 from megatron_leangrpo.reporting.run_directory import RunDirectory
+from megatron_leangrpo.reporting.sample_files import SampleFiles
 from megatron_leangrpo.reporting.sentences import evaluation_line
 
 
 def sample_pictures(experiment: Experiment, console: Console, checkpoint: Path | None) -> None:
-    """Sample, score and save `evaluation.grid_images` pictures and a grid of them."""
+    """Sample, score and save `evaluation.grid_images` pictures or videos and a grid of them."""
     config, iteration = experiment.config, 0
     if checkpoint is not None:
         iteration = read_manifest(checkpoint).iteration
@@ -34,12 +34,12 @@ def sample_pictures(experiment: Experiment, console: Console, checkpoint: Path |
     if not platform.is_logging_rank():
         return
     with RunDirectory.create(config.output, f"{config.recipe}-samples") as directory:
+        files = SampleFiles(directory.samples, config.recipe, console.warning)
         for (prompt, number), sample in zip(evaluator.items, evaluation.samples):
-            name = sample_file_name(prompt.id, number, prompt.text)
-            save_image(directory.samples / name, sample.image)
-        grid = directory.samples / "grid.png"
-        save_grid(grid, evaluation.samples, f"{config.recipe}, iteration {iteration}")
-    console.line(f"{len(evaluation.samples)} pictures in {directory.samples}, all in {grid}")
+            files.single(prompt.id, number, sample)
+        title = f"{config.recipe}, iteration {iteration}"
+        grid = files.grid("grid", evaluation.samples, title)
+    console.line(f"{len(evaluation.samples)} samples in {directory.samples}, all in {grid}")
 
 
 def find_checkpoint(path: Path) -> Path:

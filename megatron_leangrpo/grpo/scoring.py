@@ -21,9 +21,19 @@ class Scorer:
     hold the same latents, and one reward must not differ between them in the last bit.
     """
 
-    def __init__(self, codec: LatentCodec, reward: WeightedReward, height: int, width: int) -> None:
+    def __init__(
+        self,
+        codec: LatentCodec,
+        reward: WeightedReward,
+        height: int,
+        width: int,
+        num_frames: int = 1,
+    ) -> None:
         self.codec, self.reward = codec, reward
         self.height, self.width = height, width
+        frames = (num_frames,) if codec.makes_videos else ()
+        self.sample_shape = (*frames, 3, height, width)
+        """Of a decoded picture or video."""
         verdicts = [getattr(r, "verdict", None) for r in reward.rewards.values()]
         self.verdict: str = next(filter(None, verdicts), "correct")
         self.warn: Callable[[str], None] = lambda text: None
@@ -40,7 +50,7 @@ class Scorer:
         self, latents: torch.Tensor, prompts: Sequence[Prompt]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return rewards `[b, rewards]`, correctness `[b]` and, on one of the ranks that share the
-        trajectories, the images `[b, 3, height, width]`.
+        trajectories, the images `[b, *sample_shape]`.
 
         Correctness is 1 or 0, or NaN where no reward has a verdict.
         """

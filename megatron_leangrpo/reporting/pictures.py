@@ -1,14 +1,17 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""Sample pictures: single files, captioned grids, and before beside after."""
+"""Sample pictures: single files, captioned grids, and before beside after.
+
+A video is shown as a row of its frames, so that a grid of videos is a contact sheet.
+"""
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
+import torch
 from PIL import Image, ImageDraw, ImageFont
-from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from megatron_leangrpo.files import atomic_path, slug
@@ -16,28 +19,47 @@ from megatron_leangrpo.files import atomic_path, slug
 _PAPER, _INK, _FAINT, _GOOD = (255, 255, 255), (32, 33, 36), (120, 124, 130), (24, 128, 56)
 _MARGIN, _GAP = 16, 10
 _CAPTION, _TITLE, _HEADING = 12, 20, 15
-_CAPTION_KEY = "caption"
 _CELL_SMALLEST, _CELL_LARGEST = 96, 320
+_FRAMES_SHOWN, _FRAME_SMALLEST, _FRAME_LARGEST = 5, 64, 160
+_GRID_ASPECT, _PANEL_ASPECT = 1.6, 0.8
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One picture of a grid: [3, H, W] in [0, 1], its prompt and, when known, how it scored."""
+    """One sample of a grid, its prompt and, when known, how it scored."""
 
     image: Tensor
+    """[3, H, W], or a video [frames, 3, H, W]: numbers in [0, 1], or bytes"""
     prompt: str
     reward: float | None = None
     correct: bool | None = None
 
 
-def sample_file_name(prompt_id: int, sample: int, prompt: str) -> str:
+def sample_file_name(prompt_id: int, sample: int, prompt: str, suffix: str = ".png") -> str:
     """Return a file name that is short, safe, and unique by its numbers, not by the prompt."""
     text = slug(prompt)
-    return f"{prompt_id:05d}-{sample:02d}{'-' + text if text else ''}.png"
+    return f"{prompt_id:05d}-{sample:02d}{'-' + text if text else ''}{suffix}"
+
+
+def to_bytes(image: Tensor) -> Tensor:
+    """A picture or video as bytes on the host."""
+    if image.dtype != torch.uint8:
+        image = image.detach().float().clamp(0, 1).mul(255).round().byte()
+    return image.cpu()
+
+
+def shrunk(sample: Sample) -> Sample:
+    """The sample as bytes, not larger than a grid shows it."""
+    images = sample.image if sample.image.ndim == 4 else sample.image[None]
+    if max(images.shape[-2:]) > _CELL_LARGEST:
+        cells = [np.asarray(_fit(_to_image(image), 1, _CELL_LARGEST)) for image in images]
+        images = torch.from_numpy(np.stack(cells)).permute(0, 3, 1, 2)
+    image = to_bytes(images).contiguous()
+    return replace(sample, image=image if sample.image.ndim == 4 else image[0])
 
 
 def save_image(path: str | os.PathLike[str], image: Tensor) -> None:
-    """Save [3, H, W] in [0, 1] as a PNG file."""
+    """Save a picture as a PNG file."""
     _save(path, _to_image(image))
 
 
@@ -48,32 +70,26 @@ def save_grid(
     columns: int | None = None,
 ) -> None:
     """Save a captioned grid of samples."""
-    _save(path, _page(title, [("", _grid(samples, columns))]))
-
-
-def save_panel(path: str | os.PathLike[str], samples: Sequence[Sample]) -> None:
-    """Save one half of a comparison, its caption inside the file, until the other half is there."""
-    caption = PngInfo()
-    caption.add_text(_CAPTION_KEY, _mean(samples))
-    columns = _columns(len(samples), aspect=0.8)
-    with atomic_path(path) as temporary:
-        _grid(samples, columns).save(temporary, pnginfo=caption)
+    _save(path, grid_page(samples, title, columns))
 
 
 def save_before_after(
-    path: str | os.PathLike[str],
-    before: str | os.PathLike[str],
-    after: Sequence[Sample],
-    title: str,
+    path: str | os.PathLike[str], before: Sequence[Sample], after: Sequence[Sample], title: str
 ) -> None:
-    """Save the panel `before` and a grid of the same prompts and noise side by side."""
-    with Image.open(before) as panel:
-        caption, panel = panel.info.get(_CAPTION_KEY, ""), panel.convert("RGB")
-    panels = [
-        (f"before{caption}", panel),
-        (f"after{_mean(after)}", _grid(after, _columns(len(after), aspect=0.8))),
-    ]
-    _save(path, _page(title, panels))
+    """Save two grids of the same prompts and noise side by side."""
+    _save(path, before_after_page(before, after, title))
+
+
+def grid_page(samples: Sequence[Sample], title: str, columns: int | None = None) -> Image.Image:
+    """A captioned grid under a title."""
+    return _page(title, [("", _grid(samples, _GRID_ASPECT, columns))])
+
+
+def before_after_page(before: Sequence[Sample], after: Sequence[Sample], title: str) -> Image.Image:
+    """Two captioned grids beside each other under a title."""
+    halves = (("before", before), ("after", after))
+    panels = [(f"{name}{_mean(half)}", _grid(half, _PANEL_ASPECT)) for name, half in halves]
+    return _page(title, panels)
 
 
 def _mean(samples: Sequence[Sample]) -> str:
@@ -90,11 +106,11 @@ def _columns(count: int, aspect: float) -> int:
     return min(full, key=lambda n: abs(n - ideal), default=ideal)
 
 
-def _grid(samples: Sequence[Sample], columns: int | None) -> Image.Image:
-    columns = columns or _columns(len(samples), aspect=1.6)
-    pictures = [_fit(_to_image(sample.image)) for sample in samples]
+def _grid(samples: Sequence[Sample], aspect: float, columns: int | None = None) -> Image.Image:
+    pictures = [_cell(sample.image) for sample in samples]
     width = max((picture.width for picture in pictures), default=_CELL_SMALLEST)
     height = max((picture.height for picture in pictures), default=_CELL_SMALLEST)
+    columns = columns or _columns(len(samples), aspect * height / width)
     caption_height = 2 * (_CAPTION + 3) + 2
     rows = -(-len(samples) // columns)
     grid = Image.new(
@@ -164,21 +180,34 @@ def _page(title: str, panels: Sequence[tuple[str, Image.Image]]) -> Image.Image:
     return page
 
 
-def _fit(picture: Image.Image) -> Image.Image:
+def _cell(image: Tensor) -> Image.Image:
+    """A picture, or frames of a video from its first to its last in a row."""
+    if image.ndim == 3:
+        return _fit(_to_image(image), _CELL_SMALLEST, _CELL_LARGEST)
+    last, count = len(image) - 1, min(len(image), _FRAMES_SHOWN)
+    shown = [round(n * last / max(1, count - 1)) for n in range(count)]
+    frames = [_fit(_to_image(image[n]), _FRAME_SMALLEST, _FRAME_LARGEST) for n in shown]
+    width, height = frames[0].size
+    row = Image.new("RGB", (count * (width + 2) - 2, height), _PAPER)
+    for position, frame in enumerate(frames):
+        row.paste(frame, (position * (width + 2), 0))
+    return row
+
+
+def _fit(picture: Image.Image, smallest: int, largest: int) -> Image.Image:
     """Enlarge small pictures by whole pixels and shrink large ones, keeping their shape."""
     longest = max(picture.size)
-    if longest < _CELL_SMALLEST:
-        factor = -(-_CELL_SMALLEST // longest)
+    if longest < smallest:
+        factor = -(-smallest // longest)
         return picture.resize((picture.width * factor, picture.height * factor), Image.NEAREST)
-    if longest > _CELL_LARGEST:
+    if longest > largest:
         picture = picture.copy()
-        picture.thumbnail((_CELL_LARGEST, _CELL_LARGEST), Image.LANCZOS)
+        picture.thumbnail((largest, largest), Image.LANCZOS)
     return picture
 
 
 def _to_image(image: Tensor) -> Image.Image:
-    pixels = image.detach().float().clamp(0, 1).mul(255).round().byte().cpu()
-    return Image.fromarray(np.ascontiguousarray(pixels.permute(1, 2, 0).numpy()))
+    return Image.fromarray(np.ascontiguousarray(to_bytes(image).permute(1, 2, 0).numpy()))
 
 
 @lru_cache

@@ -12,7 +12,7 @@ from megatron_leangrpo.reporting.pictures import (
     save_before_after,
     save_grid,
     save_image,
-    save_panel,
+    shrunk,
 )
 
 HOSTILE = [
@@ -66,11 +66,31 @@ def test_a_grid_shows_every_sample(tmp_path, count):
 
 def test_before_and_after_stand_side_by_side(tmp_path):
     save_grid(tmp_path / "one.png", samples(40), "title", columns=5)
-    save_panel(tmp_path / "before.png", samples(40))
-    save_before_after(tmp_path / "two.png", tmp_path / "before.png", samples(40), "title")
+    save_before_after(tmp_path / "two.png", samples(40), samples(40), "title")
     one, two = Image.open(tmp_path / "one.png"), Image.open(tmp_path / "two.png")
     assert two.width > 1.9 * one.width
     assert abs(two.height - one.height) < 40
+
+
+def test_a_video_is_a_row_of_its_frames_from_the_first_to_the_last(tmp_path):
+    video = torch.linspace(0, 1, 9).view(9, 1, 1, 1).expand(9, 3, 32, 32)
+    save_grid(tmp_path / "grid.png", [Sample(video, "p", 0.5, True)], "title")
+    pixels = np.asarray(Image.open(tmp_path / "grid.png"))
+    # 32 pixels are enlarged by 2; 2 pixels are between frames.
+    row = next(line for line in pixels[..., 0] if (line == 0).sum() >= 64)
+    first = int((row == 0).argmax())
+    shown = [int(row[first + 66 * n]) for n in range(5)]
+    assert shown == [round(255 * n / 4) for n in range(5)]
+
+
+def test_shrunk_samples_give_the_same_grid(tmp_path):
+    large = [Sample(torch.rand(3, 256, 1024), "p"), Sample(torch.rand(3, 256, 1024), "q")]
+    save_grid(tmp_path / "a.png", large, "title")
+    small = [shrunk(sample) for sample in large]
+    assert small[0].image.shape == (3, 80, 320) and small[0].image.dtype == torch.uint8
+    save_grid(tmp_path / "b.png", small, "title")
+    a, b = (np.asarray(Image.open(tmp_path / name)) for name in ("a.png", "b.png"))
+    np.testing.assert_array_equal(a, b)
 
 
 def test_large_pictures_are_shrunk_in_proportion(tmp_path):
