@@ -9,13 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from checkpoints_tools.opening import Checkpoint, open_checkpoint
-from megatron_leangrpo.checkpoint.store import Manifest, record_file, write_manifest
+from megatron_leangrpo.checkpoint.store import (
+    Manifest,
+    read_manifest,
+    record_file,
+    write_manifest,
+)
 from megatron_leangrpo.checkpoint.stored import write_tensors
 from megatron_leangrpo.files import check_replaceable, replaced_folder
 from megatron_leangrpo.models.loading import CONFIG
 from megatron_leangrpo.models.saving import check_space
 
-# A checkpoint of a run has no config.json of its own, so that one is never taken for an import.
 _OURS = re.compile(
     r"__\d+_\d+\.distcp|\.metadata|metadata\.json|common\.pt|manifest\.json|config\.json"
 )
@@ -31,7 +35,7 @@ def import_weights(
     """
     target = Path(output).absolute()
     check_replaceable(target, _OURS, "--output")
-    if target.is_dir() and any(target.iterdir()) and not (target / CONFIG).is_file():
+    if target.is_dir() and any(target.iterdir()) and not _is_import(target):
         raise ValueError(f"--output = {output} is the checkpoint of a run; give another folder")
     source = open_checkpoint(path, "--input", family_name)
     if source.format == "megatron":
@@ -46,6 +50,14 @@ def import_weights(
         files[CONFIG] = record_file(config)
         write_manifest(temporary, Manifest(iteration=0, files=files))
     return source
+
+
+def _is_import(checkpoint: Path) -> bool:
+    """Whether a checkpoint was imported: those of a run have finished an iteration."""
+    try:
+        return read_manifest(checkpoint).iteration == 0
+    except ValueError:
+        return False
 
 
 def _check_tensor_parallel(source: Checkpoint, size: int) -> None:

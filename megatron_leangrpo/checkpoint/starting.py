@@ -42,10 +42,9 @@ def check_architecture(
     class_name: str,
     from_diffusers_config: Callable[[Mapping[str, Any]], TransformerSettings],
 ) -> None:
-    """Raise ``ValueError`` where an imported checkpoint says that it is another architecture.
+    """Raise ``ValueError`` where a checkpoint says that it is another architecture.
 
-    Tensors of the same shapes can belong to another number of heads. A run's checkpoint says
-    nothing about it.
+    Tensors of the same shapes can belong to another number of heads.
     """
     if not (checkpoint / CONFIG).is_file():
         return

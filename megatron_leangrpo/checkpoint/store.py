@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megatron_leangrpo.files import atomic_write, sync
 
@@ -62,6 +62,27 @@ def record_file(path: Path) -> FileRecord:
             digest.update(block)
             size += len(block)
     return FileRecord(size, digest.hexdigest())
+
+
+class RecordedFile:
+    """A file that knows its size and checksum when it has been written."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._digest, self.size = file, hashlib.sha256(), 0
+
+    def write(self, data: Any) -> int:
+        """Append bytes."""
+        self._digest.update(data)
+        self.size += memoryview(data).nbytes
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        """`torch.save` asks for it."""
+        self._file.flush()
+
+    def record(self) -> FileRecord:
+        """Size and checksum of what has been written."""
+        return FileRecord(self.size, self._digest.hexdigest())
 
 
 def write_manifest(checkpoint: Path, manifest: Manifest) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from megatron_leangrpo.checkpoint.store import FileRecord, read_manifest
+from megatron_leangrpo.checkpoint.store import FileRecord, RecordedFile, read_manifest
 from megatron_leangrpo.checkpoint.unpickling import load_data
 from megatron_leangrpo.models.common.conversion import TensorInfo, TensorSource
 
@@ -137,27 +137,6 @@ class StoredTensors(TensorSource):
         return tensor
 
 
-class _RecordedFile:
-    """A file that knows its size and checksum when it has been written."""
-
-    def __init__(self, file: Any) -> None:
-        self._file, self._digest, self.size = file, hashlib.sha256(), 0
-
-    def write(self, data: Any) -> int:
-        """Append bytes."""
-        self._digest.update(data)
-        self.size += memoryview(data).nbytes
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        """`torch.save` asks for it."""
-        self._file.flush()
-
-    def record(self) -> FileRecord:
-        """Size and checksum of what has been written."""
-        return FileRecord(self.size, self._digest.hexdigest())
-
-
 def write_tensors(
     folder: Path, tensors: TensorSource, shard_dims: Mapping[str, int | None], parts: int
 ) -> dict[str, FileRecord]:
@@ -166,12 +145,11 @@ def write_tensors(
     A tensor with a shard dimension is cut into `parts` along it, one file a part, so that as many
     tensor-parallel ranks read no more than their own. Any other size can read them too.
     """
-    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
         Metadata,
         MetadataIndex,
-        StorageMeta,
         TensorProperties,
         TensorStorageMetadata,
     )
@@ -180,7 +158,7 @@ def write_tensors(
     places: dict[MetadataIndex, _StorageInfo] = {}
     described: dict[str, Any] = {}
     with ExitStack() as stack:
-        files = [_RecordedFile(stack.enter_context((folder / n).open("wb"))) for n in names]
+        files = [RecordedFile(stack.enter_context((folder / n).open("wb"))) for n in names]
         for name in tensors.layout:
             full, dim = tensors[name], shard_dims[name]
             chunks, offset = [], [0] * full.dim()
@@ -197,10 +175,23 @@ def write_tensors(
             properties = TensorProperties.create_from_tensor(full)
             described[name] = TensorStorageMetadata(properties, full.shape, chunks)
             del full, data
-    metadata = Metadata(
-        described, storage_data=places, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION
-    )
-    small = {
+    small = {**described_by(Metadata(described), places), "common.pt": _empty_common()}
+    records = {name: file.record() for name, file in zip(names, files)}
+    for name, content in small.items():
+        (folder / name).write_bytes(content)
+        records[name] = FileRecord(len(content), hashlib.sha256(content).hexdigest())
+    return records
+
+
+def described_by(metadata: Any, places: Mapping[Any, Any]) -> dict[str, bytes]:
+    """The files that describe a checkpoint whose tensors are at `places` (torch's index to its
+    storage info)."""
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    metadata.storage_data, metadata.storage_meta = dict(places), StorageMeta()
+    metadata.version = CURRENT_DCP_VERSION
+    return {
         _METADATA: pickle.dumps(metadata),
         "metadata.json": json.dumps(
             {
@@ -210,13 +201,7 @@ def write_tensors(
                 "common_backend_version": 1,
             }
         ).encode(),
-        "common.pt": _empty_common(),
     }
-    records = {name: file.record() for name, file in zip(names, files)}
-    for name, content in small.items():
-        (folder / name).write_bytes(content)
-        records[name] = FileRecord(len(content), hashlib.sha256(content).hexdigest())
-    return records
 
 
 def _empty_common() -> bytes:

@@ -1,15 +1,11 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""Training checkpoints: weights, optimizer, average, schedule and position, in megatron's format.
+"""What a training checkpoint holds (weights, optimizer, average, schedule, position), and loading.
 
-A checkpoint is written under a temporary name and renamed when every rank has finished, so that a
-folder with a step's name is whole. It can be resumed at another tensor- or data-parallel size.
+It is in megatron's format and can be resumed at another tensor- or data-parallel size.
 """
 
 import dataclasses
-import json
-import queue
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,20 +16,12 @@ import torch.distributed as dist
 
 from megatron_leangrpo import platform
 from megatron_leangrpo.checkpoint.store import (
-    FileRecord,
     Found,
-    Manifest,
     checkpoints,
     file_damage,
     first_whole,
     manifest_damage,
-    prune,
-    publish,
     read_manifest,
-    record_file,
-    step_folder,
-    temporary_folder,
-    write_manifest,
 )
 from megatron_leangrpo.checkpoint.unpickling import only_data
 from megatron_leangrpo.models.common.weights import sharded_parameters
@@ -51,60 +39,8 @@ class TrainingState:
     average: dict[str, torch.Tensor] | None = None
     window_scores: list[list[float]] = dataclasses.field(default_factory=list)
     """Scores of jagg's windows, which decide the next iteration's routing."""
-
-
-def save_checkpoint(
-    folder: Path,
-    state: TrainingState,
-    iteration: int,
-    keep: int,
-    reward: float | None = None,
-) -> Path:
-    """Write `folder/step_<iteration>` after that many finished iterations (a collective).
-
-    `reward` is that of an evaluation of these weights. Afterwards the `keep` newest checkpoints and
-    the best one stay.
-    """
-    from megatron.core import dist_checkpointing
-
-    temporary = temporary_folder(folder, iteration)
-    if platform.is_logging_rank():
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    dist.barrier()
-    _use_no_helper_process()
-    with platform.host_mode():
-        sharded = _sharded_state(state, loading=False)
-    what = f"checkpoint {step_folder(folder, iteration)} cannot be written"
-    with platform.host_mode(), _one_error(RuntimeError, what, _num_bytes(sharded), folder):
-        dist_checkpointing.save(sharded, str(temporary))
-        files = _record_files(temporary)
-    if platform.is_logging_rank():
-        write_manifest(temporary, Manifest(iteration, reward, state.window_scores, files))
-        publish(folder, iteration)
-        prune(folder, keep)
-    dist.barrier()
-    return step_folder(folder, iteration)
-
-
-def _record_files(temporary: Path) -> dict[str, FileRecord]:
-    """Sizes and checksums of all files, on the logging rank; every rank reads those it wrote."""
-    own = {
-        path.name: record_file(path)
-        for path in temporary.iterdir()
-        if path.name.startswith(f"__{platform.rank()}_")
-    }
-    notes = temporary / f".files_{platform.rank()}.json"
-    notes.write_text(json.dumps({name: dataclasses.astuple(r) for name, r in own.items()}))
-    dist.barrier()
-    files: dict[str, FileRecord] = {}
-    if platform.is_logging_rank():
-        for path in sorted(temporary.glob(".files_*.json")):
-            found = json.loads(path.read_text())
-            files |= {name: FileRecord(*record) for name, record in found.items()}
-            path.unlink()
-        files |= {p.name: record_file(p) for p in temporary.iterdir() if p.name not in files}
-    return files
+    transformer_config: Mapping[str, Any] | None = None
+    """Diffusers' `config.json` of the model; not loaded."""
 
 
 def find_newest(folder: Path) -> Found:
@@ -143,19 +79,6 @@ def _from_logging_rank(values: list[int]) -> list[int]:
     return tensor.tolist()
 
 
-def _use_no_helper_process() -> None:
-    """Let megatron's writer hand over its results in a queue of this process.
-
-    Its default is a queue in a server process of its own, for saves in the background, which ours
-    are not. That process outlives a rank that is killed and keeps its output open, so that whoever
-    reads a failing run through a pipe waits for ever.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    if getattr(filesystem_async, "_results_queue", queue) is None:
-        filesystem_async._results_queue = queue.Queue()
-
-
 def load_checkpoint(checkpoint: Path, state: TrainingState) -> int:
     """Load a checkpoint into `state` in place and return its finished iterations (a collective).
 
@@ -166,7 +89,7 @@ def load_checkpoint(checkpoint: Path, state: TrainingState) -> int:
     own_settings = _group_settings(state.optimizer)
     _create_optimizer_state(state.optimizer)
     with platform.host_mode():
-        loaded = _read(_sharded_state(state, loading=True), checkpoint)
+        loaded = _read(sharded_state(state, loading=True), checkpoint)
         state.model.load_state_dict(loaded["model"])
         _load_optimizer(state.optimizer, loaded["optimizer"])
         # The run's own settings win over the stored ones (learning rates, betas, epsilon), and of
@@ -187,15 +110,13 @@ def _read(sharded_state: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
         f"checkpoint {checkpoint} cannot be read; it is damaged, or of another model or other "
         "settings (optimizer.ema_decay, optimizer.use_distributed_optimizer)"
     )
-    with _one_error(ValueError, what), only_data():
+    with one_error(ValueError, what), only_data():
         return dist_checkpointing.load(sharded_state, str(checkpoint))
 
 
 @contextmanager
-def _one_error(
-    kind: type[Exception], what: str, needed: int = 0, folder: Path | None = None
-) -> Iterator[None]:
-    """Turn whatever megatron and torch raise into one line, with the space it is about.
+def one_error(kind: type[Exception], what: str) -> Iterator[None]:
+    """Turn whatever megatron and torch raise into one line.
 
     torch raises the failures of all ranks together as a BaseException, which would end a command
     without a message.
@@ -210,12 +131,13 @@ def _one_error(
             cause = next(iter(error.failures.values()))[0]
         if isinstance(cause, KeyboardInterrupt):
             raise cause from None
-        lines = str(cause).strip().splitlines() or [""]
-        space = ""
-        if folder is not None:
-            free = shutil.disk_usage(folder).free
-            space = f" (about {needed >> 20} MiB are needed and {free >> 20} MiB free there)"
-        raise kind(f"{what}: {type(cause).__name__} {lines[0]:.200}".rstrip() + space) from error
+        raise kind(f"{what}: {first_line(cause)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first, after its type."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__} {lines[0]:.200}".rstrip()
 
 
 def load_weights(checkpoint: Path, model: torch.nn.Module, average: bool) -> None:
@@ -235,7 +157,8 @@ def load_weights(checkpoint: Path, model: torch.nn.Module, average: bool) -> Non
     model.load_state_dict({name: v for name, v in loaded.items() if v is not None}, strict=False)
 
 
-def _sharded_state(state: TrainingState, loading: bool) -> dict[str, Any]:
+def sharded_state(state: TrainingState, loading: bool) -> dict[str, Any]:
+    """Everything of a run that a checkpoint holds, in megatron's terms (a collective)."""
     model = sharded_parameters(state.model)
     optimizer = state.optimizer.sharded_state_dict(
         model, is_loading=loading, metadata=_OPTIMIZER_FORMAT
@@ -244,24 +167,6 @@ def _sharded_state(state: TrainingState, loading: bool) -> dict[str, Any]:
     if state.average is not None:
         result["average"] = _average_shards(model, state.average)
     return result
-
-
-def _num_bytes(value: Any) -> int:
-    """Bytes of the tensors that this and all other ranks write (a collective)."""
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
-
-    def own(value: Any) -> int:
-        if isinstance(value, dict):
-            return sum(own(inner) for inner in value.values())
-        if isinstance(value, list):
-            return sum(own(inner) for inner in value)
-        if isinstance(value, ShardedTensor) and is_main_replica(value.replica_id):
-            return value.data.nbytes
-        return 0
-
-    total = torch.tensor(own(value), device=platform.device())
-    dist.all_reduce(total)
-    return int(total)
 
 
 def _torch_adams(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Optimizer]]:

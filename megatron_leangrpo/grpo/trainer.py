@@ -6,16 +6,13 @@ import time
 from typing import Any
 
 from megatron_leangrpo import platform
+from megatron_leangrpo.checkpoint.saving import CheckpointSaver
 from megatron_leangrpo.checkpoint.store import checkpoints
-from megatron_leangrpo.checkpoint.training import (
-    TrainingState,
-    find_newest,
-    load_checkpoint,
-    save_checkpoint,
-)
+from megatron_leangrpo.checkpoint.training import TrainingState, find_newest, load_checkpoint
 from megatron_leangrpo.grpo.ema import WeightAverage
 from megatron_leangrpo.grpo.evaluation import Evaluation
 from megatron_leangrpo.grpo.experiment import Experiment
+from megatron_leangrpo.grpo.exporting import transformer_config
 from megatron_leangrpo.grpo.iteration import IterationResult
 from megatron_leangrpo.grpo.optimization import build_optimization
 from megatron_leangrpo.grpo.run_report import RunReport
@@ -49,6 +46,7 @@ class Trainer:
             self.average = WeightAverage(
                 experiment.policy.model, config.optimizer.ema_decay, config.optimizer.ema_interval
             )
+        self.saver = CheckpointSaver(report.directory.checkpoints, config.checkpoint.keep)
         self.first_iteration = 0
 
     @property
@@ -60,6 +58,7 @@ class Trainer:
             self.optimization.scheduler,
             None if self.average is None else self.average.values,
             self.runner.router.state(),
+            transformer_config(self.experiment.architecture),
         )
 
     def resume(self) -> None:
@@ -96,11 +95,16 @@ class Trainer:
         self.report.start(self.first_iteration)
         if self.first_iteration == 0:
             self.report.evaluation(0, self._evaluate())
-        with self.report.console.progress("training", iterations) as advance:
-            advance(self.first_iteration)
-            for iteration in range(self.first_iteration, iterations):
-                self._run_iteration(iteration)
-                advance(1)
+        try:
+            with self.report.console.progress("training", iterations) as advance:
+                advance(self.first_iteration)
+                for iteration in range(self.first_iteration, iterations):
+                    self._run_iteration(iteration)
+                    advance(1)
+        except BaseException:
+            self.saver.wait()
+            raise
+        self.saver.finish()
         return self.report.finish(seconds=time.perf_counter() - start)
 
     def _run_iteration(self, iteration: int) -> None:
@@ -110,14 +114,10 @@ class Trainer:
         self.report.iteration(done, metrics, evaluation)
         if iteration == self.first_iteration and self.config.overlap.mode == "auto":
             print_choices(self.report.console, choices())
+        self.saver.poll()
         if self._saves_after(done):
-            save_checkpoint(
-                self.report.directory.checkpoints,
-                self.state,
-                done,
-                self.config.checkpoint.keep,
-                None if evaluation is None else evaluation.reward_mean,
-            )
+            reward = None if evaluation is None else evaluation.reward_mean
+            self.saver.start(self.state, done, reward)
 
     def _train(self, iteration: int) -> dict[str, Any]:
         prompts = self.experiment.sampler.batch(iteration)

@@ -1,0 +1,168 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""A save does not hold up the run, is all or nothing, and what goes wrong with it is said."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_leangrpo import platform
+from megatron_leangrpo.checkpoint import saving
+from megatron_leangrpo.checkpoint.saving import CheckpointSaver
+from megatron_leangrpo.checkpoint.store import damage, newest_valid
+from megatron_leangrpo.grpo import commands
+from megatron_leangrpo.grpo.trainer import Trainer
+from megatron_leangrpo.models.flux.config import from_diffusers_config
+from tests.checkpoint.test_resume import tensors_of
+from tests.grpo import tiny
+
+ITERATIONS = 4
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("recipe")
+    config = tiny.tiny_config(
+        tiny.write_prompts(folder),
+        sampling={"num_steps": 2},
+        grpo={"iterations": ITERATIONS, "prompts_per_iteration": 2, "group_size": 2},
+        optimizer={"ema_decay": 0.9, "ema_interval": 1},
+        checkpoint={"interval": 2},
+    )
+    return tiny.write_recipe(config, folder)
+
+
+@pytest.fixture(scope="module")
+def straight(recipe, tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("straight") / "run"
+    tiny.train_command(recipe, [f"--output={run}"])
+    platform.destroy_distributed()
+    return run
+
+
+def test_the_run_goes_on_and_what_is_written_is_as_it_was(recipe, straight, tmp_path):
+    """The writer of iteration 2 may begin only when iteration 3 has changed every weight."""
+    run, trained_on, write_files = tmp_path / "run", threading.Event(), saving._write_files
+    train, seen = Trainer._train, []
+
+    def write_later(folder: Path, *arguments: Any) -> Any:
+        assert trained_on.wait(60)
+        return write_files(folder, *arguments)
+
+    def train_and_tell(self: Trainer, iteration: int) -> Any:
+        if iteration == 2:
+            seen.append(sorted(p.name for p in (run / "checkpoints").iterdir()))
+        metrics = train(self, iteration)
+        if iteration == 2:
+            trained_on.set()
+        return metrics
+
+    with (
+        mock.patch.object(saving, "_write_files", write_later),
+        mock.patch.object(Trainer, "_train", train_and_tell),
+    ):
+        tiny.train_command(recipe, [f"--output={run}"])
+    assert seen == [[".step_000002.tmp"]]
+    for step in (2, 4):
+        assert damage(run / "checkpoints" / f"step_{step:06d}") is None
+        own, expected = tensors_of(run, step), tensors_of(straight, step)
+        assert own.keys() == expected.keys()
+        assert all(torch.equal(own[name], expected[name]) for name in expected)
+    platform.destroy_distributed()
+
+
+def test_the_transformer_is_described_beside_its_weights(straight):
+    for checkpoint in sorted((straight / "checkpoints").iterdir()):
+        config = json.loads((checkpoint / "config.json").read_text())
+        built = from_diffusers_config(config)
+        assert (built.hidden_size, built.num_single_blocks) == (32, 1)
+
+
+def fail_on_a_rank(recipe: str, output: str, failing: int) -> str:
+    """A run whose disk fills up on one rank at the second save; the message of every rank."""
+    write_files, saves = saving._write_files, []
+
+    def full(folder: Path, *arguments: Any) -> Any:
+        saves.append(folder)
+        if len(saves) == 2 and platform.rank() == failing:
+            (folder / f"__{failing}_0.distcp").write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        return write_files(folder, *arguments)
+
+    with (
+        mock.patch.object(saving, "_write_files", full),
+        pytest.raises(RuntimeError) as raised,
+    ):
+        tiny.train_command(recipe, [f"--output={output}"])
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("world", "failing"), [(1, 0), (2, 1)])
+def test_a_full_disk_is_told_by_every_rank_and_leaves_the_last_checkpoint(
+    run_ranks, recipe, tmp_path, world, failing
+):
+    messages = run_ranks(world, fail_on_a_rank, recipe, str(tmp_path / "run"), failing)
+    assert len(set(messages)) == 1
+    assert "step_000004 cannot be written: OSError [Errno 28] No space left" in messages[0]
+    assert "MiB are needed and" in messages[0]
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert [p.name for p in checkpoints.iterdir()] == ["step_000002"]
+    assert newest_valid(checkpoints).checkpoint == checkpoints / "step_000002"
+
+
+def test_a_run_that_fails_lets_its_save_finish(recipe, tmp_path):
+    """The save of iteration 2 is slower than iteration 3, in which the reward gives up."""
+    run, failed, write_files = tmp_path / "run", threading.Event(), saving._write_files
+    wait, train = CheckpointSaver.wait, Trainer._train
+
+    def write_later(folder: Path, *arguments: Any) -> Any:
+        assert failed.wait(60)
+        return write_files(folder, *arguments)
+
+    def train_or_fail(self: Trainer, iteration: int) -> Any:
+        if iteration == 2:
+            raise ValueError("the reward gives up")
+        return train(self, iteration)
+
+    def tell_and_wait(self: CheckpointSaver) -> None:
+        failed.set()
+        wait(self)
+
+    with (
+        mock.patch.object(saving, "_write_files", write_later),
+        mock.patch.object(CheckpointSaver, "wait", tell_and_wait),
+        mock.patch.object(Trainer, "_train", train_or_fail),
+        pytest.raises(ValueError, match="the reward gives up"),
+    ):
+        tiny.train_command(recipe, [f"--output={run}"])
+    platform.destroy_distributed()
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step_000002"]
+    assert damage(run / "checkpoints" / "step_000002") is None
+
+
+def test_an_import_is_told_from_a_run_by_its_iterations(straight):
+    from checkpoints_tools.importing import import_weights
+
+    checkpoint = straight / "checkpoints" / "step_000002"
+    with pytest.raises(ValueError, match=r"is the checkpoint of a run; give another folder"):
+        import_weights("flux", "anything", str(checkpoint))
+    assert damage(checkpoint) is None
+
+
+def test_a_checkpoint_is_sampled_without_its_run(recipe, straight, tmp_path, capsys):
+    """Moved away from the run's configuration, it still says what it is."""
+    moved = tmp_path / "moved"
+    (straight / "checkpoints" / "step_000002").rename(moved)
+    try:
+        from checkpoints_tools.opening import open_checkpoint
+
+        assert open_checkpoint(moved, "--input").family_name == "flux"
+        commands.sample(recipe, [f"--output={tmp_path / 'samples'}"], checkpoint=str(moved))
+    finally:
+        moved.rename(straight / "checkpoints" / "step_000002")
