@@ -14,7 +14,10 @@ import torch
 
 from megatron_leangrpo.files import replaced_folder
 from megatron_leangrpo.models.common.conversion import InMemory, TensorInfo, TensorSource
+from megatron_leangrpo.models.common.lora_targets import LowRank
 from megatron_leangrpo.models.loading import CONFIG, INDEX, WEIGHTS
+from megatron_leangrpo.models.lora_config import metadata_for_diffusers, names_in_file
+from megatron_leangrpo.models.lora_files import WEIGHTS as LORA_WEIGHTS
 
 MAX_SHARD_BYTES = 10 * 1000**3
 """Diffusers' default."""
@@ -94,18 +97,43 @@ def _file_names(count: int) -> list[str]:
     return [f"{stem}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
 
 
-def _write_file(path: Path, layout: Mapping[str, TensorInfo], source: TensorSource) -> None:
+def save_lora_folder(
+    folder: str | Path,
+    projections: Mapping[str, LowRank],
+    tensors: Mapping[str, torch.Tensor],
+    setting: str = "--output",
+) -> Path:
+    """Write a folder that a diffusers pipeline's `load_lora_weights` takes; one process only.
+
+    `tensors` are A and B of every projection under PEFT's names. Returns the weight file. Replaces
+    an older export as a whole, and raises, like `save_transformer_folder`.
+    """
+    source = InMemory(names_in_file(tensors))
+    total = sum(info.num_bytes for info in source.layout.values())
+    with replaced_folder(Path(folder).absolute(), _OURS, setting) as temporary:
+        check_space(temporary, total, setting)
+        metadata = metadata_for_diffusers(projections)
+        _write_file(temporary / LORA_WEIGHTS, source.layout, source, metadata)
+    return Path(folder) / LORA_WEIGHTS
+
+
+def _write_file(
+    path: Path,
+    layout: Mapping[str, TensorInfo],
+    source: TensorSource,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
     """A safetensors file; the library's own writer wants all tensors of a file in memory."""
     with path.open("wb") as file:
-        file.write(_header(layout))
+        file.write(_header(layout, metadata or {}))
         for name, info in layout.items():
             tensor = source[name]
             assert (tuple(tensor.shape), tensor.dtype) == (info.shape, info.dtype), name
             file.write(memoryview(_bytes_of(tensor)))
 
 
-def _header(layout: Mapping[str, TensorInfo]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def _header(layout: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
     for name, info in layout.items():
         end = offset + info.num_bytes

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from megatron_leangrpo.models.common.lora import (
-    LowRank,
     adaptable,
     adapter_rules,
     attach_adapters,
 )
+from megatron_leangrpo.models.common.lora_targets import LowRank
 from megatron_leangrpo.models.common.weights import full_tensors, gradient_of, load_full_tensors
 from megatron_leangrpo.models.families import ModelFamily, model_family
 from tests.models import flux_parity, wan_parity

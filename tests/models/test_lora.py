@@ -8,15 +8,14 @@ import torch
 
 from megatron_leangrpo import platform
 from megatron_leangrpo.models.common.lora import (
-    LowRank,
     adaptable,
     adapter_rules,
     adapters_off,
     attach_adapters,
     initialise_adapters,
-    match_targets,
     merged,
 )
+from megatron_leangrpo.models.common.lora_targets import LowRank, match_targets
 from megatron_leangrpo.models.common.weights import full_tensors, initialise
 from megatron_leangrpo.overlap.settings import OverlapSettings
 from tests.models import lora_parity

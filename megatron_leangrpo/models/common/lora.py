@@ -9,10 +9,8 @@ autocast, as Flow-GRPO and DanceGRPO train them.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +22,7 @@ from megatron_leangrpo.models.common.linear import (
     RowParallelLinear,
     mark_sharded,
 )
+from megatron_leangrpo.models.common.lora_targets import A, B, LowRank, check_projections
 from megatron_leangrpo.models.common.weights import (
     NamedDraws,
     Rule,
@@ -39,20 +38,6 @@ from megatron_leangrpo.parallel.mappings import (
 )
 
 ParallelLinear = ColumnParallelLinear | RowParallelLinear | JoinedRowParallelLinear
-A, B = "lora_A.weight", "lora_B.weight"
-
-
-@dataclass(frozen=True)
-class LowRank:
-    """Rank and strength of one projection's adapter."""
-
-    rank: int
-    alpha: float
-
-    @property
-    def scale(self) -> float:
-        """What multiplies `B A x`."""
-        return self.alpha / self.rank
 
 
 class Adapter(torch.nn.Module):
@@ -249,40 +234,6 @@ def attach_adapters(
         if own is not None:
             kind = ColumnAdapter if isinstance(layer, ColumnParallelLinear) else RowAdapter
             layer.adapter = kind(layer, rule, own)
-
-
-def check_projections(names: Iterable[str], known: Iterable[str], what: str = "lora.path") -> None:
-    """Raise ``ValueError`` for projections that the model does not have."""
-    known = set(known)
-    unknown = sorted(set(names) - known)
-    if unknown:
-        more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
-        raise ValueError(
-            f"{what}: {len(unknown)} of the adapted projections are not in this model: "
-            f"{', '.join(unknown[:4])}{more}; it has {', '.join(target_names(known))}"
-        )
-
-
-def match_targets(targets: Sequence[str], known: Iterable[str]) -> list[str]:
-    """The projections that targets mean, by PEFT's rule: the whole name, or its end after a dot.
-
-    ``ValueError`` for a target that means none.
-    """
-    known = list(known)
-    matched = {t: [n for n in known if n == t or n.endswith(f".{t}")] for t in targets}
-    unmatched = [target for target, names in matched.items() if not names]
-    if unmatched:
-        raise ValueError(
-            f"lora.targets = {unmatched[0]!r} matches no projection of this model; valid: the end "
-            f"of a name: {', '.join(target_names(known))}"
-        )
-    chosen = {name for names in matched.values() for name in names}
-    return [name for name in known if name in chosen]
-
-
-def target_names(known: Iterable[str]) -> list[str]:
-    """The projections' names, those of all blocks of a kind as one."""
-    return sorted({re.sub(r"^\w+\.\d+\.", "", name) for name in known})
 
 
 def initialise_adapters(model: torch.nn.Module, seed: int) -> None:
