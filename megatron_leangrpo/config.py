@@ -10,7 +10,7 @@ class ModelConfig:
     """Which transformer is trained, and in which precision."""
 
     family: Literal["flux", "wan"] = "flux"
-    """Model family; wan can be planned and not yet trained."""
+    """Model family: pictures by FLUX.1, videos by Wan 2.1 and 2.2."""
     base: str | None = None
     """Base model: a diffusers pipeline folder, or the name of an embedded base
     (flux_digits, flux_shapes)."""
@@ -22,6 +22,12 @@ class ModelConfig:
     wan21_i2v_14b, wan22_a14b, wan22_5b, wan_tiny), with random weights when no base is given."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Dtype of weights and activations. Log-probs and latents are never narrower than float32."""
+    expert_boundary: float | None = None
+    """Noise level from which the first of Wan 2.2's two transformers runs, in place of the
+    boundary_ratio of the base's model_index.json."""
+    expert_offload: bool = False
+    """Keep the weights of the transformer that does not run in host memory while an iteration rolls
+    out and trains, and while it evaluates."""
     guidance_scale: float = 3.5
     """Input of the guidance embedding of guidance-distilled models; ignored by other models."""
     recompute_granularity: Literal["none", "selective", "full"] = "none"
@@ -73,14 +79,21 @@ class SamplingConfig:
     num_frames: int = 1
     """Frames of a video, a multiple of 4 and one more; 1 for pictures."""
     cfg_scale: float = 1.0
-    """Classifier-free guidance: above 1 every step also runs the model without the prompt."""
+    """Classifier-free guidance: above 1 every step also runs the model on `negative_prompt`."""
+    cfg_scale_2: float | None = None
+    """The same for the second of Wan 2.2's two transformers; `cfg_scale` when not given."""
+    negative_prompt: str = ""
+    """What guidance leads away from."""
+    cfg_forwards: Literal["joint", "separate"] = "joint"
+    """One forward of twice the batch, or two forwards."""
     num_steps: int = 10
     """Denoising steps of a rollout (N)."""
-    sigma_schedule: Literal["flux_dynamic", "static_shift"] = "flux_dynamic"
+    sigma_schedule: Literal["flux_dynamic", "static_shift", "unipc_flow"] = "flux_dynamic"
     """flux_dynamic shifts by the number of image tokens (diffusers, Flow-GRPO), static_shift by
-    `shift` (DanceGRPO)."""
+    `shift` (DanceGRPO), unipc_flow has the sigmas of diffusers' UniPC at `shift` (Flow-GRPO's
+    Wan)."""
     shift: float | None = None
-    """Shift of static_shift: sigma = shift * t / (1 + (shift - 1) * t)."""
+    """Shift of static_shift and unipc_flow: sigma = shift * t / (1 + (shift - 1) * t)."""
     truncate_timesteps: bool = False
     """Feed the model int(1000 * sigma) / 1000 as DanceGRPO does."""
     kernel: Literal["flow_sde", "dance_sde", "wan_sde", "cps"] = "flow_sde"
@@ -173,6 +186,9 @@ class GrpoConfig:
     """Weight of the KL term to the base model; 0 needs no reference model."""
     reference_offload: bool = False
     """Keep the reference model of the KL term in host memory and fetch a block at a time."""
+    cfg_detach: bool = False
+    """No gradient flows through the velocity of `sampling.negative_prompt` (Flow-GRPO until July
+    2025)."""
     kl_form: Literal["flow_grpo", "exact", "mean_mse", "velocity_mse"] = "flow_grpo"
     """KL without dt (Flow-GRPO), with dt (Flow-GRPO's Wan), or Flow-Factory's mean squares."""
 
@@ -282,6 +298,9 @@ class CheckpointConfig:
 
     interval: int = 0
     """Iterations between checkpoints; 0 saves at the end only, -1 never."""
+    export_interval: int = 0
+    """Iterations between exports for diffusers (export/step_N, from the checkpoint of the same
+    iteration); 0 exports at the end only, -1 never."""
     keep: int = 3
     """Newest checkpoints that stay, besides the one with the best evaluation."""
     resume: bool | Literal["auto"] = False

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,8 +25,13 @@ from megatron_leangrpo.models.common.weights import (
     shard_dim,
     unwrapped,
 )
+from megatron_leangrpo.models.experts import Experts, InFolders, rules_of_experts
 from megatron_leangrpo.models.families import ModelFamily, find_preset, model_family
-from megatron_leangrpo.models.loading import load_transformer_folder, read_transformer_config
+from megatron_leangrpo.models.loading import (
+    load_transformer_folder,
+    read_json,
+    read_transformer_config,
+)
 from megatron_leangrpo.overlap.settings import OverlapSettings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -45,6 +51,8 @@ class Architecture:
     seed: int
     weights: Path | None = None
     """Checkpoint whose weights replace those of the base."""
+    expert_offload: bool = False
+    """Of two experts the idle one's weights may be in host memory."""
 
     def build_model(self, device: torch.device) -> torch.nn.Module:
         """Build this rank's share of the transformer and fill it with weights (a collective).
@@ -53,7 +61,7 @@ class Architecture:
         that every layout starts from the same model.
         """
         with torch.device(device):
-            model = self.family.build(self.config)
+            model = self._build(self.config)
         if self.weights is not None:
             self.check_weights()
             load_weights(self.weights, model, average=False)
@@ -82,7 +90,14 @@ class Architecture:
                 "tensor_model_parallel_size": platform.tp_size(),
                 "context_parallel_size": platform.group_size(platform.cp_group()),
             }
-            return self.family.build(replace(self.config, **layout))
+            return self._build(replace(self.config, **layout))
+
+    def _build(self, settings: TransformerSettings) -> torch.nn.Module:
+        """The policy's model: a transformer, or both experts."""
+        transformers = [self.family.build(settings) for _ in settings.transformer_folders]
+        if len(transformers) == 1:
+            return transformers[0]
+        return Experts(*transformers, settings.expert_boundary, self.expert_offload)
 
     def count_parameters(self, tensor_parallel: int = 1) -> int:
         """Parameters of one of `tensor_parallel` ranks; of the whole transformer for 1."""
@@ -93,11 +108,17 @@ class Architecture:
 
     @property
     def weight_rules(self) -> Sequence[Rule]:
-        """The table of the model's weights."""
-        return self.family.weight_rules(self.config)
+        """The table of the model's weights; experts' are named by their folder of a pipeline."""
+        rules = self.family.weight_rules(self.config)
+        folders = self.config.transformer_folders
+        return rules if len(folders) == 1 else rules_of_experts(rules, folders)
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:
-        return load_transformer_folder(self.base / "transformer", self.family.class_name)[1]
+        found = {
+            folder: load_transformer_folder(self.base / folder, self.family.class_name)[1]
+            for folder in self.config.transformer_folders
+        }
+        return found["transformer"] if len(found) == 1 else InFolders(found)
 
 
 def resolve_architecture(config: RunConfig, needs_weights: bool = True) -> Architecture:
@@ -115,6 +136,8 @@ def resolve_architecture(config: RunConfig, needs_weights: bool = True) -> Archi
         "sequence_parallel": parallel.sequence_parallel,
         "overlap": OverlapSettings(**asdict(config.overlap)),
     }
+    if model.expert_boundary is not None:
+        overrides["expert_boundary"] = model.expert_boundary
     preset = None if model.preset is None else find_preset(family, model.preset)
     base = None if model.base is None else resolve_asset(model.base)
     if model.base is not None and base is None and (needs_weights or preset is None):
@@ -125,12 +148,13 @@ def resolve_architecture(config: RunConfig, needs_weights: bool = True) -> Archi
         )
     weights = None if model.weights is None else find_weights(model.weights)
     if base is not None:
-        folder = base / "transformer"
-        if weights is None:
-            published, _ = load_transformer_folder(folder, family.class_name)
-        else:
-            published = read_transformer_config(folder, family.class_name)
-        architecture = family.from_diffusers_config(published, **overrides)
+        overrides = {**_read_index(family, base), **overrides}
+        architecture = _read_transformers(family, base, overrides, needs_files=weights is None)
+        if preset is not None and preset().experts > architecture.experts:
+            raise ValueError(
+                f"model.base: {base} has one transformer and model.preset = {model.preset} two; "
+                "needed is a folder transformer_2, and its name in model_index.json"
+            )
     elif preset is not None:
         architecture = preset(**overrides)
     else:
@@ -139,4 +163,52 @@ def resolve_architecture(config: RunConfig, needs_weights: bool = True) -> Archi
         from_config = partial(family.from_diffusers_config, **overrides)
         check_architecture(weights, architecture, family.class_name, from_config)
     guidance = model.guidance_scale if architecture.guidance_embeds else None
-    return Architecture(family, architecture, base, guidance, config.seed, weights)
+    _check_expert_settings(config, architecture)
+    return Architecture(
+        family, architecture, base, guidance, config.seed, weights, model.expert_offload
+    )
+
+
+def _check_expert_settings(config: RunConfig, settings: TransformerSettings) -> None:
+    """Raise ``ValueError`` for settings of a second transformer where there is one only."""
+    given = {
+        "sampling.cfg_scale_2": config.sampling.cfg_scale_2,
+        "model.expert_offload": config.model.expert_offload or None,
+    }
+    for key, value in given.items():
+        if settings.experts == 1 and value is not None:
+            raise ValueError(
+                f"{key} = {value}: this model has one transformer; leave it unset (two has "
+                "Wan 2.2 A14B)"
+            )
+
+
+def _read_index(family: ModelFamily, base: Path) -> dict[str, Any]:
+    """What a pipeline's `model_index.json` says of the model; it may be absent."""
+    path = base / "model_index.json"
+    return family.pipeline_fields(read_json(path)) if path.is_file() else {}
+
+
+def _read_transformers(
+    family: ModelFamily, base: Path, overrides: Mapping[str, Any], needs_files: bool
+) -> TransformerSettings:
+    """The configuration in a pipeline's transformer folders, the same in both where there are two.
+
+    With `needs_files` their weight files must be there and whole.
+    """
+
+    def read(folder: str) -> TransformerSettings:
+        if needs_files:
+            published, _ = load_transformer_folder(base / folder, family.class_name)
+        else:
+            published = read_transformer_config(base / folder, family.class_name)
+        return family.from_diffusers_config(published, **overrides)
+
+    first = read("transformer")
+    for folder in first.transformer_folders[1:]:
+        if read(folder) != first:
+            raise ValueError(
+                f"model.base: {base / folder} and {base / 'transformer'} differ in their "
+                "config.json; two experts have one architecture"
+            )
+    return first

@@ -25,10 +25,8 @@ def train(recipe: str, overrides: Sequence[str], dry_run: bool = False) -> None:
     from megatron_leangrpo.grpo.experiment import build_experiment
     from megatron_leangrpo.grpo.run_report import RunReport
     from megatron_leangrpo.grpo.trainer import Trainer, check_resumable
-    from megatron_leangrpo.models.families import check_trainable
 
     config, note = load(recipe, overrides)
-    check_trainable(config.model.family)
     console = _start(config, note, alone=dry_run)
     resumes = _resumes(config)
     if platform.is_logging_rank():
@@ -71,13 +69,11 @@ def compare(
     from megatron_leangrpo.grpo.dry_run import check_run
     from megatron_leangrpo.grpo.experiment import build_experiment, check_schedule
     from megatron_leangrpo.grpo.planning import resolve_auto
-    from megatron_leangrpo.models.families import check_trainable
 
     check_comparison(schedules, repeat)
     _check_file("--json", json_path)
     _check_file("--dump-grads", gradients_path)
     config, note = load(recipe, overrides)
-    check_trainable(config.model.family)
     for name in schedules:
         check_schedule(name, config.grpo)
     console = _start(config, note)
@@ -140,10 +136,8 @@ def sample(recipe: str, overrides: Sequence[str], checkpoint: str | None = None)
     """Draw pictures of the evaluation prompts from the base or from a run's checkpoint."""
     from megatron_leangrpo.grpo.experiment import build_experiment
     from megatron_leangrpo.grpo.sampling import find_checkpoint, sample_pictures
-    from megatron_leangrpo.models.families import check_trainable
 
     config, note = load(recipe, overrides)
-    check_trainable(config.model.family)
     folder = None if checkpoint is None else find_checkpoint(Path(checkpoint))
     console = _start(config, note)
     if platform.is_logging_rank():

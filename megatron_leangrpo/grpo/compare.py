@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_leangrpo import platform
+from megatron_leangrpo.grpo.data_parallel import zero_gradients
 from megatron_leangrpo.grpo.experiment import Experiment
 from megatron_leangrpo.grpo.iteration import IterationRunner
 from megatron_leangrpo.grpo.memory import peak_allocated_bytes
-from megatron_leangrpo.grpo.optimization import zero_gradients
 from megatron_leangrpo.grpo.schedules import SCHEDULE_NAMES
 
 Gradients = dict[str, torch.Tensor]

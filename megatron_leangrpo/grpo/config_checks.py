@@ -58,6 +58,14 @@ def check_bounds(config: RunConfig) -> None:
     for key in _BELOW_ONE:
         if _value(config, key) >= 1:
             raise ValueError(f"{key} = {_value(config, key)} must be at least 0 and below 1")
+    low = config.sampling.cfg_scale_2
+    if low is not None and not (math.isfinite(low) and low >= 1):
+        raise ValueError(f"sampling.cfg_scale_2 = {low} must be 1 or more")
+    if low is not None and config.sampling.cfg_scale == 1:
+        raise ValueError(
+            f"sampling.cfg_scale_2 = {low} without guidance at high noise: sampling.cfg_scale is 1; "
+            "valid: above 1"
+        )
     if not 0 <= config.grpo.jagg_frac <= 1:
         raise ValueError(f"grpo.jagg_frac = {config.grpo.jagg_frac} must be between 0 and 1")
     if config.optimizer.adam_eps == 0:

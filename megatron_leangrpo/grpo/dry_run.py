@@ -40,7 +40,7 @@ class CheckedRun:
 
     architecture: Architecture
     image_tokens: int
-    grid: tuple[int, int]
+    grid: tuple[int, ...]
     settings: RolloutSettings
     prompts: list[Prompt]
 
@@ -88,7 +88,7 @@ def check_and_describe(
     checked = check_run(config, world, needs_weights=not dry_run)
     config, reason = resolve_auto(config, world)
     check_schedule(config.grpo.schedule, config.grpo)
-    architecture, grid = checked.architecture, checked.grid
+    architecture = checked.architecture
     trained_steps = checked.settings.selector.num_trained(0)
     left_out = 0.0
     if config.grpo.schedule == "jagg":
@@ -98,10 +98,7 @@ def check_and_describe(
         "layout": f"{world} rank{'s' if world > 1 else ''}: tensor parallel {tp}, "
         + (f"context parallel {cp}, " if cp > 1 else "")
         + f"data parallel {dp}",
-        "picture": f"{config.sampling.height} x {config.sampling.width} pixels (h x w), "
-        f"{checked.image_tokens} image tokens ({grid[0]} x {grid[1]}) + "
-        f"{config.model.max_text_tokens} text "
-        "tokens",
+        **_describe_size(config, checked),
         "steps": f"{config.sampling.num_steps}, of which {trained_steps} are "
         f"trained ({config.sampling.step_selection}), kernel {config.sampling.kernel}",
         "iteration": describe_batch(config, dp),
@@ -193,6 +190,26 @@ def describe_batch(config: RunConfig, dp_size: int) -> str:
         f"{min(grpo.micro_batch_size, per_rank // updates)}, {updates} "
         f"update{'s' if updates > 1 else ''} of {samples // updates}"
     )
+
+
+def _describe_size(config: RunConfig, checked: CheckedRun) -> dict[str, str]:
+    """Pixels and tokens of a sample, and guidance where there is some."""
+    sampling, grid = config.sampling, " x ".join(map(str, checked.grid))
+    is_video = len(checked.grid) == 3
+    kind, what = ("video", "video") if is_video else ("picture", "image")
+    frames = f"{sampling.num_frames} frames of " if is_video else ""
+    found = {
+        kind: f"{frames}{sampling.height} x {sampling.width} pixels (h x w), "
+        f"{checked.image_tokens} {what} tokens ({grid}) + "
+        f"{config.model.max_text_tokens} text tokens"
+    }
+    if sampling.cfg_scale > 1:
+        low = "" if sampling.cfg_scale_2 is None else f" ({sampling.cfg_scale_2} at low noise)"
+        found["guidance"] = (
+            f"scale {sampling.cfg_scale}{low}, {sampling.cfg_forwards} forwards, against "
+            f"{sampling.negative_prompt!r}"
+        )
+    return found
 
 
 def _describe_model(config: RunConfig, architecture: Architecture) -> str:

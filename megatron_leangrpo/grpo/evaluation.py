@@ -16,6 +16,7 @@ from megatron_leangrpo.diffusion.selection import DETERMINISTIC
 from megatron_leangrpo.diffusion.sigmas import SigmaSchedule
 from megatron_leangrpo.grpo.policy import Policy
 from megatron_leangrpo.grpo.scoring import Scorer
+from megatron_leangrpo.models.experts import idle_in_host
 from megatron_leangrpo.parallel.noise import evaluation_noise
 from megatron_leangrpo.reporting.pictures import Sample
 
@@ -99,12 +100,13 @@ class Evaluator:
                 for prompt, sample in items
             ]
         ).to(platform.device())
-        return rollout(
-            lambda x, timestep: self.policy(x, timestep, conditioning),
-            x,
-            self.schedule,
-            "ode",
-            None,
-            [DETERMINISTIC] * len(items),
-            noise=lambda step: torch.zeros_like(x),
-        )
+        with idle_in_host(self.policy.model):
+            return rollout(
+                lambda x, timestep: self.policy(x, timestep, conditioning),
+                x,
+                self.schedule,
+                "ode",
+                None,
+                [DETERMINISTIC] * len(items),
+                noise=lambda step: torch.zeros_like(x),
+            )

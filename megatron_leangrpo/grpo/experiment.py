@@ -8,12 +8,14 @@ import torch
 
 from megatron_leangrpo import platform
 from megatron_leangrpo.codecs.base import LatentCodec
-from megatron_leangrpo.conditioning.encoders import Conditioning
+from megatron_leangrpo.conditioning.encoders import Conditioning, TextEncoder
 from megatron_leangrpo.conditioning.prompts import Prompt, PromptSampler
 from megatron_leangrpo.config import GrpoConfig, RunConfig
-from megatron_leangrpo.grpo.architecture import DTYPES, Architecture, resolve_architecture
+from megatron_leangrpo.grpo.architecture import Architecture, resolve_architecture
+from megatron_leangrpo.grpo.data_parallel import wrap_data_parallel
 from megatron_leangrpo.grpo.evaluation import Evaluator
 from megatron_leangrpo.grpo.gradient_buffers import GradientBuffers
+from megatron_leangrpo.grpo.guided import Guidance, GuidedPolicy
 from megatron_leangrpo.grpo.inputs import (
     build_codec,
     build_encoder,
@@ -24,7 +26,6 @@ from megatron_leangrpo.grpo.inputs import (
 )
 from megatron_leangrpo.grpo.iteration import IterationRunner
 from megatron_leangrpo.grpo.objective import Objective
-from megatron_leangrpo.grpo.optimization import wrap_data_parallel
 from megatron_leangrpo.grpo.policy import Policy
 from megatron_leangrpo.grpo.reference import frozen_copy
 from megatron_leangrpo.grpo.rollout import RolloutSettings, sigma_schedule
@@ -55,10 +56,7 @@ class Experiment:
 
     def encode(self, prompts: Sequence[str]) -> Conditioning:
         """Encode prompts on the policy's device and dtype, guidance included."""
-        conditioning = self.encoder.encode(list(prompts))
-        conditioning = conditioning.to(platform.device(), self.policy.dtype)
-        scale = self.architecture.guidance_scale
-        return conditioning if scale is None else conditioning.with_guidance(scale)
+        return encode(self.encoder, self.architecture, prompts)
 
     def runner(self, schedule: str) -> IterationRunner:
         """Return an iteration runner that uses the named schedule."""
@@ -113,9 +111,11 @@ def build_experiment(config: RunConfig) -> Experiment:
     sampler = PromptSampler(prompts, config.grpo.prompts_per_iteration, config.seed)
     codec, encoder = build_codec(architecture), build_encoder(config, architecture)
 
-    dtype = DTYPES[config.model.dtype]
     model = architecture.build_model(platform.device())
-    policy = Policy(model, grid, dtype)
+    policy = Policy(model, grid, architecture.config.params_dtype)
+    if sampling.cfg_scale > 1:
+        negative = encode(encoder, architecture, [sampling.negative_prompt])
+        policy = GuidedPolicy(policy, guidance_of(config, architecture, negative))
     reference = None
     if objective.kl_beta > 0:
         reference = frozen_copy(policy, config.grpo.reference_offload)
@@ -130,9 +130,33 @@ def build_experiment(config: RunConfig) -> Experiment:
         prompts=prompts,
         sampler=sampler,
         evaluation_prompts=evaluation_prompts,
-        scorer=Scorer(codec, reward, sampling.height, sampling.width),
+        scorer=Scorer(codec, reward, sampling.height, sampling.width, sampling.num_frames),
         settings=settings,
         objective=objective,
+    )
+
+
+def encode(
+    encoder: TextEncoder, architecture: Architecture, prompts: Sequence[str]
+) -> Conditioning:
+    """Encode prompts on the policy's device and dtype, guidance embedding included."""
+    conditioning = encoder.encode(list(prompts))
+    conditioning = conditioning.to(platform.device(), architecture.config.params_dtype)
+    scale = architecture.guidance_scale
+    return conditioning if scale is None else conditioning.with_guidance(scale)
+
+
+def guidance_of(config: RunConfig, architecture: Architecture, negative: Conditioning) -> Guidance:
+    """Return the classifier-free guidance of a run."""
+    sampling = config.sampling
+    low = sampling.cfg_scale if sampling.cfg_scale_2 is None else sampling.cfg_scale_2
+    return Guidance(
+        negative=negative,
+        scale=sampling.cfg_scale,
+        low_noise_scale=low,
+        boundary=architecture.config.expert_boundary,
+        forwards=sampling.cfg_forwards,
+        detach=config.grpo.cfg_detach,
     )
 
 

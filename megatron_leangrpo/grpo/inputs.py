@@ -1,14 +1,24 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """What goes into a rollout besides the transformer: prompts, text encoders and the latent codec."""
 
+import dataclasses
 import json
+import math
+from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_leangrpo import platform
-from megatron_leangrpo.codecs import FLUX_MULTIPLE, LatentCodec, PatchCodec, VaeCodec
+from megatron_leangrpo.codecs import (
+    LatentCodec,
+    PatchCodec,
+    VaeCodec,
+    VideoPatchCodec,
+    WanVaeCodec,
+)
 from megatron_leangrpo.codecs.base import token_grid
 from megatron_leangrpo.conditioning.encoders import (
     FluxTextEncoder,
@@ -19,6 +29,7 @@ from megatron_leangrpo.conditioning.prompts import Prompt, load_prompts
 from megatron_leangrpo.config import RunConfig
 from megatron_leangrpo.grpo.architecture import Architecture
 from megatron_leangrpo.grpo.assets import resolve_asset
+from megatron_leangrpo.models.common.config import TransformerSettings
 from megatron_leangrpo.rewards.registry import WeightedReward
 
 
@@ -53,10 +64,10 @@ def check_prompts(
 
 def build_encoder(config: RunConfig, architecture: Architecture) -> TextEncoder:
     """Load the base's text encoders; hashed embeddings stand in for a model of random weights."""
-    flux = architecture.config
+    model = architecture.config
     if architecture.base is None:
         return SyntheticTextEncoder(
-            config.model.max_text_tokens, flux.joint_attention_dim, flux.pooled_projection_dim
+            config.model.max_text_tokens, model.joint_attention_dim, model.pooled_projection_dim
         )
     return FluxTextEncoder.from_pipeline(
         architecture.base,
@@ -69,48 +80,62 @@ def build_encoder(config: RunConfig, architecture: Architecture) -> TextEncoder:
 
 def latent_geometry(
     config: RunConfig, architecture: Architecture
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return (tokens, channels) and (rows, columns) of a sample; reads no weights.
+) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """Return (tokens, channels) of a sample and the grid of its tokens; reads no weights.
 
     Raises ``ValueError`` for a size that does not fit, naming the nearest ones that do.
     """
-    multiple = architecture.config.pixels_per_token or FLUX_MULTIPLE
-    if architecture.base is not None and architecture.config.pixels_per_token is None:
-        multiple = 2 ** len(_read_part(architecture.base, "vae", "block_out_channels"))
-    rows, columns = token_grid(config.sampling.height, config.sampling.width, multiple)
-    frames = architecture.config.latent_frames(config.sampling.num_frames)
-    return (frames * rows * columns, architecture.config.in_channels), (rows, columns)
+    settings, sampling = with_strides(architecture), config.sampling
+    rows, columns = token_grid(sampling.height, sampling.width, settings.pixels_per_token)
+    grid = settings.token_grid(sampling.num_frames, rows, columns)
+    return (math.prod(grid), settings.latent_channels), grid
+
+
+def with_strides(architecture: Architecture) -> TransformerSettings:
+    """The model's configuration with the strides of the pipeline's VAE, where there is one."""
+    base, family = architecture.base, architecture.family
+    if base is None:
+        return architecture.config
+    strides = _read_part(base, "vae", family.vae_strides)
+    return dataclasses.replace(architecture.config, **strides)
 
 
 def check_parts(architecture: Architecture) -> None:
-    """Raise ``ValueError`` for a VAE or text encoder of another width than the transformer's."""
-    if architecture.base is None:
-        return
-    model = architecture.config
-    for part, key, factor, name, needed in (
-        ("vae", "latent_channels", 4, "in_channels", model.in_channels),
-        ("text_encoder", "hidden_size", 1, "pooled_projection_dim", model.pooled_projection_dim),
-        ("text_encoder_2", "d_model", 1, "joint_attention_dim", model.joint_attention_dim),
-    ):
-        found = _read_part(architecture.base, part, key)
-        if found * factor != needed:
+    """Raise ``ValueError`` for a model that no run can use, or parts that do not fit together."""
+    if architecture.config.takes_picture:
+        raise ValueError(
+            "model.base and model.preset: an image-to-video model starts from a picture for each "
+            "prompt, which runs do not have; valid: text-to-video models"
+        )
+    base = architecture.base
+    for part in () if base is None else architecture.family.parts:
+        found = _read_part(base, part.folder, itemgetter(part.key))
+        needed = getattr(architecture.config, part.name)
+        if found * part.factor != needed:
             raise ValueError(
-                f"model.base: {key} is {found} in {architecture.base / part}, but the transformer "
-                f"has {name} {needed} and so needs {needed // factor}: the parts are of different "
-                "models"
+                f"model.base: {part.key} is {found} in {base / part.folder}, but the transformer "
+                f"has {part.name} {needed} and so needs {needed // part.factor}: the parts are of "
+                "different models"
             )
 
 
-def _read_part(base: Path, part: str, key: str) -> Any:
+def _read_part(base: Path, part: str, read: Callable[[dict[str, Any]], Any]) -> Any:
     path = base / part / "config.json"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))[key]
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"model.base: {path} does not say {key}: {error!r}") from error
+        return read(json.loads(path.read_text(encoding="utf-8")))
+    except KeyError as error:
+        raise ValueError(f"model.base: {path} does not say {error.args[0]}: {error!r}") from error
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(f"model.base: {path} cannot be read: {error!r}") from error
 
 
 def build_codec(architecture: Architecture) -> LatentCodec:
     """Load the base's VAE; a model of random weights gets the parameter-free patch codec."""
-    if architecture.base is None:
-        return PatchCodec(architecture.config.in_channels, FLUX_MULTIPLE)
-    return VaeCodec.from_pipeline(architecture.base, device=platform.device())
+    model, base = architecture.config, architecture.base
+    if base is None:
+        sizes = model.latent_channels, model.pixels_per_token
+        if model.temporal_stride is None:
+            return PatchCodec(*sizes)
+        return VideoPatchCodec(*sizes, model.temporal_stride)
+    codec = VaeCodec if model.temporal_stride is None else WanVaeCodec
+    return codec.from_pipeline(base, device=platform.device())

@@ -21,8 +21,8 @@ from megatron_leangrpo.grpo.advantages import (
     mean_is_final_early,
     needs_all_groups,
 )
+from megatron_leangrpo.grpo.data_parallel import collecting_gradients, reduce_gradients
 from megatron_leangrpo.grpo.jagg_check import GradientCheck
-from megatron_leangrpo.grpo.optimization import collecting_gradients, reduce_gradients
 from megatron_leangrpo.grpo.placement import Group, Placement, Wave, place
 from megatron_leangrpo.grpo.policy import Policy
 from megatron_leangrpo.grpo.reward_table import RewardTable

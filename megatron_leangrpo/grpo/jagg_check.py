@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 
 from megatron_leangrpo.grpo.advantages import Advantages
+from megatron_leangrpo.grpo.data_parallel import collecting_gradients, reduce_gradients
 from megatron_leangrpo.grpo.gradient_buffers import GradientBuffers
-from megatron_leangrpo.grpo.optimization import collecting_gradients, reduce_gradients
 from megatron_leangrpo.grpo.schedules import ReplaySchedule
 from megatron_leangrpo.grpo.stats import UpdateStats
 from megatron_leangrpo.grpo.trajectory import WaveTrajectory, Window

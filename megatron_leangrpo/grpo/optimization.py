@@ -1,65 +1,18 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""Megatron's data-parallel wrapper, optimizer, learning-rate schedule, and an update with them."""
+"""Megatron's optimizer and learning-rate schedule, and an update with them."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
 from megatron_leangrpo import platform
 from megatron_leangrpo.config import OptimizerConfig
-
-
-def wrap_data_parallel(
-    model: torch.nn.Module, use_distributed_optimizer: bool, overlap_grad_reduce: bool = False
-) -> torch.nn.Module:
-    """Wrap `model` so that gradients collect in contiguous float32 (or wider) buffers.
-
-    Nothing is reduced during the backwards of an update; `reduce_gradients` does it once.
-    """
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    config = DistributedDataParallelConfig(
-        use_distributed_optimizer=use_distributed_optimizer,
-        overlap_grad_reduce=overlap_grad_reduce,
-        grad_reduce_in_fp32=next(model.parameters()).dtype == torch.bfloat16,
-    )
-    return DistributedDataParallel(model.config, config, model)
-
-
-@contextmanager
-def collecting_gradients(model: torch.nn.Module) -> Iterator[None]:
-    """Collect the gradient of an update, from nothing, in any number of backwards.
-
-    Megatron's overlapped reduction counts the backwards of the first update and expects as many in
-    every other; jagg has fewer once it has scores, and a replayed update more.
-    """
-    zero_gradients(model)
-    with model.no_sync():
-        yield
-
-
-def zero_gradients(model: torch.nn.Module) -> None:
-    """Empty the gradient buffers."""
-    model.zero_grad_buffer()
-    # Without the distributed optimizer, megatron's step leaves the buffer in `grad`; the next
-    # backward would accumulate there and the wrapper add it to the buffer once more.
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
-def reduce_gradients(model: torch.nn.Module, whole: bool = False) -> None:
-    """Sum gradients over data-parallel ranks, then over tensor-parallel ranks where due; once.
-
-    With the distributed optimizer a rank ends with the sum of its own shard only, unless `whole`.
-    """
-    from megatron.core.distributed import finalize_model_grads
-
-    with platform.host_mode():
-        finalize_model_grads([model], force_all_reduce=whole)
+from megatron_leangrpo.grpo.data_parallel import wrappers_of
+from megatron_leangrpo.models.experts import NAMES
 
 
 @dataclass
@@ -67,8 +20,8 @@ class Optimization:
     """The optimizer and its schedule, counted in updates."""
 
     model: torch.nn.Module
-    optimizer: object
-    scheduler: object
+    optimizer: Any
+    scheduler: Any
     config: OptimizerConfig
 
     @property
@@ -76,27 +29,125 @@ class Optimization:
         """Updates taken so far, over resumes."""
         return self.scheduler.num_steps
 
-    def step(self) -> tuple[float, float]:
-        """Clip, update the weights, and return (gradient norm, learning rate) of this update.
+    def step(self) -> dict[str, float]:
+        """Clip, update the weights, and return the gradient norm and learning rate of this update.
 
-        The schedule advances first: update 1 of a warm-up has a learning rate above 0 (a rollout is
-        too dear to be thrown away) and the last update of a run has `optimizer.min_lr`. A gradient
-        that is not finite raises before the weights change.
+        A gradient that is not finite raises before the weights change.
         """
+        grad_norm = self.prepare()
+        self.update_weights()
+        return {"grad_norm": grad_norm, "learning_rate": self.learning_rate}
+
+    def prepare(self) -> float:
+        """Return the norm of the gradient; ``FloatingPointError`` where it is not finite."""
         with platform.host_mode():
             self.optimizer.prepare_grads()
             grad_norm = float(self.optimizer.get_grad_norm())
-            if not math.isfinite(grad_norm):
-                raise FloatingPointError(
-                    f"gradient norm is {grad_norm} at update {self.updates + 1}; "
-                    "the weights are those of the update before"
-                )
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError(
+                f"gradient norm is {grad_norm} at update {self.updates + 1}; "
+                "the weights are those of the update before"
+            )
+        return grad_norm
+
+    def update_weights(self) -> None:
+        """Advance the schedule, clip, and step.
+
+        The schedule advances first: update 1 of a warm-up has a learning rate above 0 (a rollout is
+        too dear to be thrown away) and the last update of a run has `optimizer.min_lr`.
+        """
+        with platform.host_mode():
             self.scheduler.step(1)
             self.optimizer.step()
         # megatron writes bfloat16 weights and gathered shards behind autograd's back. With this, a
         # graph kept from before the update raises instead of mixing it with the new weights.
         increment_version(list(self.model.parameters()))
-        return grad_norm, float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the last update."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+
+class ExpertOptimization:
+    """Two experts' optimizations; an update steps those that it has a gradient for.
+
+    The other one keeps its weights, its moments and its place in the learning-rate schedule. Where
+    no expert has a gradient, nobody moves.
+    """
+
+    def __init__(self, parts: Sequence[Optimization]) -> None:
+        self._parts = dict(zip(NAMES, parts, strict=True))
+        self.optimizer = ExpertOptimizers({n: part.optimizer for n, part in self._parts.items()})
+        self.scheduler = ExpertSchedulers({n: part.scheduler for n, part in self._parts.items()})
+
+    @property
+    def updates(self) -> int:
+        """Updates of any expert so far, over resumes."""
+        return self.scheduler.num_steps
+
+    def step(self) -> dict[str, float]:
+        """Update the weights and return norms and learning rates, together and of each expert.
+
+        A gradient that is not finite raises before any weights change.
+        """
+        norms = {name: part.prepare() for name, part in self._parts.items()}
+        trained = [self._parts[name] for name, norm in norms.items() if norm > 0]
+        for part in trained:
+            part.update_weights()
+        self.scheduler.num_steps += 1
+        return {
+            "grad_norm": math.hypot(*norms.values()),
+            "learning_rate": max(part.learning_rate for part in self._parts.values()),
+            **{f"grad_norm_{name}": norm for name, norm in norms.items()},
+            **{f"learning_rate_{name}": part.learning_rate for name, part in self._parts.items()},
+        }
+
+
+class ExpertOptimizers:
+    """Megatron's optimizers by expert, as a checkpoint sees them."""
+
+    def __init__(self, experts: Mapping[str, Any]) -> None:
+        self.experts = dict(experts)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all."""
+        return [group for part in self.experts.values() for group in part.param_groups]
+
+    @property
+    def chained_optimizers(self) -> list[Any]:
+        """What each consists of."""
+        return [part for expert in self.experts.values() for part in expert.chained_optimizers]
+
+    def sharded_state_dict(self, model: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+        """The state of each, given megatron's terms of both experts' weights."""
+        return {
+            name: expert.sharded_state_dict(
+                {key: value for key, value in model.items() if key.startswith(f"{name}.")},
+                **options,
+            )
+            for name, expert in self.experts.items()
+        }
+
+
+class ExpertSchedulers:
+    """Learning-rate schedules by expert, and how many updates there were of any."""
+
+    def __init__(self, experts: Mapping[str, Any]) -> None:
+        self._experts = dict(experts)
+        self.num_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of each, and the count."""
+        states = {name: expert.state_dict() for name, expert in self._experts.items()}
+        return {**states, "num_steps": self.num_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a stored position."""
+        self.num_steps = state["num_steps"]
+        for name, expert in self._experts.items():
+            expert.load_state_dict(state[name])
 
 
 def check_dtype(dtype: torch.dtype) -> None:
@@ -110,16 +161,21 @@ def check_dtype(dtype: torch.dtype) -> None:
 
 def build_optimization(
     model: torch.nn.Module, config: OptimizerConfig, total_updates: int
-) -> Optimization:
+) -> "Optimization | ExpertOptimization":
     """Build AdamW (sharded over data-parallel ranks on request) and its learning-rate schedule.
 
-    The settings are those that `config_checks` lets pass.
+    Each of two experts has both for itself. The settings are those that `config_checks` lets pass.
     """
+    parts = [_build_for(wrapper, config, total_updates) for wrapper in wrappers_of(model)]
+    return parts[0] if len(parts) == 1 else ExpertOptimization(parts)
+
+
+def _build_for(model: torch.nn.Module, config: OptimizerConfig, total_updates: int) -> Optimization:
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    dtype = next(model.parameters()).dtype
+    dtype = model.config.params_dtype
     check_dtype(dtype)
     settings = MegatronOptimizerConfig(
         optimizer="adam",

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron_leangrpo import platform
 from megatron_leangrpo.grpo.policy import Policy
+from megatron_leangrpo.models.experts import transformers_of
 
 
 def frozen_copy(policy: Policy, offload: bool = False) -> Policy:
@@ -26,10 +27,11 @@ def frozen_copy(policy: Policy, offload: bool = False) -> Policy:
     if offload:
         from diffusers.hooks import apply_group_offloading
 
-        apply_group_offloading(
-            model,
-            onload_device=platform.device(),
-            num_blocks_per_group=1,
-            use_stream=not platform.is_host(),
-        )
-    return Policy(model, policy.grid, policy.dtype)
+        for transformer in transformers_of(model):
+            apply_group_offloading(
+                transformer,
+                onload_device=platform.device(),
+                num_blocks_per_group=1,
+                use_stream=not platform.is_host(),
+            )
+    return policy.over(model)

@@ -35,6 +35,18 @@ class OriginalLayout:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A number in the `config.json` of another part of a pipeline that the transformer fixes."""
+
+    folder: str
+    key: str
+    name: str
+    """Our field of the transformer's configuration."""
+    factor: int = 1
+    """How many times the number it is there."""
+
+
+@dataclass(frozen=True)
 class ModelFamily:
     """The entry points of one family; its configuration is a dataclass of its own."""
 
@@ -59,8 +71,12 @@ class ModelFamily:
     """A configuration, image tokens and text tokens to sizes; None cannot be planned."""
     companions: Companions = field(default_factory=Companions)
     """The other parts of a pipeline as published."""
-    is_wired: bool = True
-    """Whether runs know its prompts and latents; otherwise it can only be planned."""
+    parts: tuple[Part, ...] = ()
+    """Where the other parts of a pipeline say their widths."""
+    vae_strides: Callable[[Mapping[str, Any]], dict[str, int]] = lambda vae: {}
+    """The VAE's `config.json` to the strides of a configuration; ``KeyError`` where it has none."""
+    pipeline_fields: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda index: {}
+    """A pipeline's `model_index.json` to those fields of a configuration that it holds."""
 
 
 def family_names() -> list[str]:
@@ -78,13 +94,3 @@ def find_preset(family: ModelFamily, name: str) -> Callable[..., Any]:
     if name not in family.presets:
         raise ValueError(f"model.preset = {name!r} is not one of {sorted(family.presets)}")
     return family.presets[name]
-
-
-def check_trainable(name: str) -> None:
-    """Raise ``ValueError`` for a family that this version can only plan."""
-    if not model_family(name).is_wired:
-        valid = [family for family in _FAMILIES if model_family(family).is_wired]
-        raise ValueError(
-            f"model.family = {name}: this version can plan its runs (leangrpo plan) but not train "
-            f"it yet; valid here: {', '.join(valid)}"
-        )

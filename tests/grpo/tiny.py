@@ -1,5 +1,5 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""What the tests of whole iterations share: the smallest FLUX, smooth rewards, and their runs."""
+"""What the tests of whole iterations share: the smallest models, smooth rewards, their runs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ import torch
 from megatron_leangrpo import platform
 from megatron_leangrpo.config import RunConfig
 from megatron_leangrpo.config_reader import write_config
-from megatron_leangrpo.grpo import commands, optimization, run_report
+from megatron_leangrpo.grpo import commands, data_parallel, run_report
 from megatron_leangrpo.grpo import experiment as experiment_module
 from megatron_leangrpo.grpo.experiment import Experiment, build_experiment
 from megatron_leangrpo.grpo.iteration import IterationRunner
 from megatron_leangrpo.grpo.optimization import build_optimization
+from megatron_leangrpo.models.common.weights import full_tensors
 from megatron_leangrpo.models.flux.config import PRESETS, FluxConfig, flux_tiny
-from megatron_leangrpo.models.flux.weight_map import (
-    export_diffusers_gradients,
-    export_diffusers_state_dict,
-)
+from megatron_leangrpo.models.wan.config import PRESETS as WAN_PRESETS
+from megatron_leangrpo.models.wan.config import WanConfig, wan_tiny
 
 Tensors = dict[str, torch.Tensor]
 
@@ -45,7 +44,25 @@ def flux_smallest(**overrides: Any) -> FluxConfig:
     )
 
 
+def wan_smallest(**overrides: Any) -> WanConfig:
+    """One block, four heads of eight, and 8 tokens for a video of 5 x 32 x 32."""
+    small = {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 48, "joint_attention_dim": 16}
+    return wan_tiny(**{**small, "in_channels": 4, "out_channels": 4, **overrides})
+
+
+def wan_smallest_experts(**overrides: Any) -> WanConfig:
+    """Two of them; with shift 3 the first two of four steps are the first one's."""
+    return wan_smallest(**{"experts": 2, "expert_boundary": 0.8, **overrides})
+
+
 PRESETS[PRESET] = flux_smallest
+WAN_PRESETS["wan_smallest"] = wan_smallest
+WAN_PRESETS["wan_smallest_experts"] = wan_smallest_experts
+WAN: dict[str, dict[str, Any]] = {
+    "model": {"family": "wan", "preset": "wan_smallest"},
+    "sampling": {"height": 32, "width": 32, "num_frames": 5},
+}
+"""Sections of a run of videos."""
 
 
 class SmoothReward:
@@ -93,6 +110,15 @@ _SECTIONS: dict[str, dict[str, Any]] = {
     },
     "checkpoint": {"interval": -1},
 }
+
+
+def merged(*layers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Sections of several layers; a later layer's fields win."""
+    sections: dict[str, dict[str, Any]] = {}
+    for layer in layers:
+        for name, fields in layer.items():
+            sections[name] = {**sections.get(name, {}), **fields}
+    return sections
 
 
 def write_prompts(folder: Path, count: int = 3) -> str:
@@ -146,19 +172,19 @@ def move_away_from_reference(experiment: Experiment) -> None:
 
 def overlapped_reduction(overlap: bool) -> AbstractContextManager[Any]:
     """Experiments built inside have megatron's overlapped gradient reduction on or off."""
-    wrap = functools.partial(optimization.wrap_data_parallel, overlap_grad_reduce=overlap)
+    wrap = functools.partial(data_parallel.wrap_data_parallel, overlap_grad_reduce=overlap)
     return mock.patch.object(experiment_module, "wrap_data_parallel", wrap)
 
 
 def first_gradient(experiment: Experiment, schedule: str) -> tuple[Tensors, dict[str, float]]:
     """The full gradient of the first iteration, under diffusers' names, and its metrics."""
     result = experiment.runner(schedule).run(0, experiment.sampler.batch(0))
-    return export_diffusers_gradients(experiment.model), result.metrics
+    return experiment.architecture.export_gradients(experiment.model), result.metrics
 
 
 def weights(experiment: Experiment) -> Tensors:
     """Full weights under diffusers' names."""
-    return export_diffusers_state_dict(experiment.policy.model)
+    return full_tensors(experiment.policy.model, experiment.architecture.weight_rules)
 
 
 def train(
@@ -174,8 +200,7 @@ def train(
 
     def apply_update() -> dict[str, float]:
         before_update()
-        grad_norm, learning_rate = optimization.step()
-        return {"grad_norm": grad_norm, "learning_rate": learning_rate}
+        return optimization.step()
 
     return [
         runner.run(i, experiment.sampler.batch(i), apply_update).updates for i in range(iterations)

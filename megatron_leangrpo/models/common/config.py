@@ -25,6 +25,15 @@ class TransformerSettings:
     """Channels of a latent token, and of its velocity."""
     joint_attention_dim: int
     """Width of the prompt embeddings (T5)."""
+    spatial_stride: int = 8
+    """Pixels a side that the VAE makes one latent position; 2 x 2 positions are a token."""
+    temporal_stride: int | None = None
+    """Frames that become one latent frame, after the first; None for a model of pictures."""
+    experts: int = 1
+    """Transformers of one policy: with two, the first one denoises what is noisier than the
+    boundary, the second one the rest (Wan 2.2 A14B)."""
+    expert_boundary: float | None = None
+    """Noise level from which the first of two experts runs."""
     guidance_embeds: bool = False
     """Whether the guidance scale is an input (it is in FLUX.1-dev, not in schnell)."""
     recompute_granularity: str = "none"
@@ -48,21 +57,51 @@ class TransformerSettings:
     @property
     def transformer_folders(self) -> tuple[str, ...]:
         """The folders of a diffusers pipeline that hold the weights."""
-        return ("transformer",)
+        return ("transformer", "transformer_2")[: self.experts]
 
     @property
-    def pixels_per_token(self) -> int | None:
-        """Pixels a side of one token; None where the pipeline's VAE decides."""
-        return None
+    def pooled_projection_dim(self) -> int:
+        """Width of the pooled prompt embedding; 0 for a model that takes none."""
+        return 0
 
-    def latent_frames(self, frames: int) -> int:
-        """Latent frames of a video; ``ValueError`` for a number that cannot be."""
-        if frames != 1:
-            raise ValueError(f"sampling.num_frames = {frames}: this model makes pictures; valid: 1")
-        return 1
+    @property
+    def latent_channels(self) -> int:
+        """Numbers of a token's velocity, and of the latents that it moves."""
+        return self.in_channels
+
+    @property
+    def takes_picture(self) -> bool:
+        """Whether a sample starts from a picture, which no prompt file has yet."""
+        return False
+
+    @property
+    def pixels_per_token(self) -> int:
+        """Pixels a side of one token."""
+        return 2 * self.spatial_stride
+
+    def token_grid(self, frames: int, rows: int, columns: int) -> tuple[int, ...]:
+        """Tokens as (rows, columns), in a model of videos (latent frames, rows, columns).
+
+        ``ValueError`` for a number of frames that cannot be.
+        """
+        if self.temporal_stride is None:
+            if frames != 1:
+                raise ValueError(
+                    f"sampling.num_frames = {frames}: this model makes pictures; valid: 1"
+                )
+            return rows, columns
+        groups, rest = divmod(frames - 1, self.temporal_stride)
+        if rest:
+            below = groups * self.temporal_stride + 1
+            raise ValueError(
+                f"sampling.num_frames = {frames}: must be a multiple of {self.temporal_stride} and "
+                f"one more; nearest valid: {below} or {below + self.temporal_stride}"
+            )
+        return groups + 1, rows, columns
 
     def check_layout(self, hidden: int, heads: int) -> None:
-        """Raise ``ValueError`` for heads, recomputation or a layout that cannot be."""
+        """Raise ``ValueError`` for heads, experts, recomputation or a layout that cannot be."""
+        self._check_experts()
         if hidden % heads:
             raise ValueError(f"hidden_size {hidden} is not a multiple of {heads} attention heads")
         if self.recompute_granularity not in RECOMPUTE_GRANULARITIES:
@@ -76,6 +115,21 @@ class TransformerSettings:
             raise ValueError(
                 f"parallel.tensor_model_parallel_size is {tp}, which does not divide the {heads} "
                 f"attention heads of this model; valid values: {', '.join(map(str, valid))}"
+            )
+
+    def _check_experts(self) -> None:
+        boundary = self.expert_boundary
+        if boundary is not None and not 0 <= boundary <= 1:
+            raise ValueError(f"model.expert_boundary = {boundary}: must be between 0 and 1")
+        if boundary is not None and self.experts == 1:
+            raise ValueError(
+                f"model.expert_boundary = {boundary}: this model has one transformer and no "
+                "boundary; leave it unset"
+            )
+        if boundary is None and self.experts > 1:
+            raise ValueError(
+                "model.expert_boundary is not set, and the pipeline's model_index.json has no "
+                "boundary_ratio; such as 0.875"
             )
 
     def megatron_config(self, **sizes: Any) -> TransformerConfig:

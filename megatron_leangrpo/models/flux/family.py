@@ -3,7 +3,7 @@
 
 import torch
 
-from megatron_leangrpo.models.families import ModelFamily, OriginalLayout
+from megatron_leangrpo.models.families import ModelFamily, OriginalLayout, Part
 from megatron_leangrpo.models.flux import original
 from megatron_leangrpo.models.flux.config import (
     PRESETS,
@@ -45,4 +45,10 @@ FAMILY = ModelFamily(
     ),
     shape=flux_shape,
     companions=PUBLISHED_COMPANIONS,
+    parts=(
+        Part("vae", "latent_channels", "in_channels", factor=4),
+        Part("text_encoder", "hidden_size", "pooled_projection_dim"),
+        Part("text_encoder_2", "d_model", "joint_attention_dim"),
+    ),
+    vae_strides=lambda vae: {"spatial_stride": 2 ** (len(vae["block_out_channels"]) - 1)},
 )

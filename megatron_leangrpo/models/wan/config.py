@@ -37,12 +37,8 @@ class WanConfig(TransformerSettings):
     joint_attention_dim: int = 4096
     image_dim: int | None = None
     """Width of the image embedding (Wan 2.1 image-to-video); None without an image branch."""
-    experts: int = 1
-    """Wan 2.2 A14B has two transformers: one for high noise, one for low."""
     temporal_stride: int = 4
     """Frames that become one latent frame, after the first."""
-    spatial_stride: int = 8
-    """Pixels a side that become one latent position."""
 
     def __post_init__(self) -> None:
         self.check_layout(self.hidden_size, self.num_attention_heads)
@@ -53,30 +49,19 @@ class WanConfig(TransformerSettings):
         return self.hidden_size // self.num_attention_heads
 
     @property
-    def transformer_folders(self) -> tuple[str, ...]:
-        """The folders of a diffusers pipeline that hold the weights, high noise first."""
-        return ("transformer", "transformer_2")[: self.experts]
+    def latent_channels(self) -> int:
+        """Numbers of a token's velocity, and of the latents that it moves."""
+        return PATCH * self.out_channels
+
+    @property
+    def takes_picture(self) -> bool:
+        """Whether a picture's latents stand beside the video's."""
+        return self.in_channels > self.out_channels
 
     @property
     def image_condition_tokens(self) -> int:
         """Tokens of a conditioning picture that are attended to beside the text."""
         return 0 if self.image_dim is None else IMAGE_CONDITION_TOKENS
-
-    @property
-    def pixels_per_token(self) -> int:
-        """Pixels a side of one token."""
-        return self.spatial_stride * PATCH_SIZE[1]
-
-    def latent_frames(self, frames: int) -> int:
-        """Latent frames of a video; ``ValueError`` for a number that cannot be."""
-        groups, rest = divmod(frames - 1, self.temporal_stride)
-        if rest:
-            below = groups * self.temporal_stride + 1
-            raise ValueError(
-                f"sampling.num_frames = {frames}: must be a multiple of {self.temporal_stride} and "
-                f"one more; nearest valid: {below} or {below + self.temporal_stride}"
-            )
-        return groups + 1
 
     def transformer_config(self) -> TransformerConfig:
         """What megatron-core's layers, data-parallel wrapper and optimizer want to know."""
@@ -108,7 +93,7 @@ def wan21_i2v_14b(**overrides: Any) -> WanConfig:
 
 def wan22_a14b(**overrides: Any) -> WanConfig:
     """Wan 2.2 text-to-video A14B: two transformers of 14 288 491 584 parameters."""
-    return WanConfig(**{"experts": 2, **overrides})
+    return WanConfig(**{"experts": 2, "expert_boundary": 0.875, **overrides})
 
 
 def wan22_5b(**overrides: Any) -> WanConfig:

@@ -1,9 +1,12 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """Wan as a model family."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
-from megatron_leangrpo.models.families import ModelFamily, OriginalLayout
+from megatron_leangrpo.models.families import ModelFamily, OriginalLayout, Part
 from megatron_leangrpo.models.wan import original
 from megatron_leangrpo.models.wan.config import (
     PRESETS,
@@ -27,6 +30,21 @@ def _describe(config: WanConfig) -> str:
     return f"{experts}{config.num_layers} blocks, hidden {config.hidden_size}"
 
 
+def _vae_strides(vae: Mapping[str, Any]) -> dict[str, int]:
+    # Wan 2.1's published file has neither key; the defaults are diffusers'.
+    return {
+        "spatial_stride": vae.get("scale_factor_spatial", 8),
+        "temporal_stride": vae.get("scale_factor_temporal", 4),
+    }
+
+
+def _pipeline_fields(index: Mapping[str, Any]) -> dict[str, Any]:
+    # A boundary alone means nothing: diffusers' converter wrote one for Wan 2.1, too.
+    if (index.get("transformer_2") or [None, None])[1] is None:
+        return {}
+    return {"experts": 2, "expert_boundary": index.get("boundary_ratio")}
+
+
 FAMILY = ModelFamily(
     class_name="WanTransformer3DModel",
     presets=PRESETS,
@@ -42,5 +60,10 @@ FAMILY = ModelFamily(
     ),
     shape=wan_shape,
     companions=PUBLISHED_COMPANIONS,
-    is_wired=False,
+    parts=(
+        Part("vae", "z_dim", "out_channels"),
+        Part("text_encoder", "d_model", "joint_attention_dim"),
+    ),
+    vae_strides=_vae_strides,
+    pipeline_fields=_pipeline_fields,
 )
