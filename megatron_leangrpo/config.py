@@ -220,6 +220,9 @@ class RewardConfig:
     """Reward name to weight, e.g. {ocr: 1.0}."""
     failure_policy: Literal["raise", "drop_group"] = "raise"
     """A reward that raises or is not finite ends the run, or its whole group gets advantage 0."""
+    frame_interval: int = 4
+    """Frames of a video that a reward of pictures scores, and whose scores are averaged: the first
+    and every frame_interval-th after it; 0 is the first frame alone (DanceGRPO)."""
     paths: dict[str, str] = field(default_factory=dict)
     """Reward name to the local folder of its weights, e.g. {pickscore: /models/PickScore_v1}."""
     device: str = "auto"

@@ -8,6 +8,7 @@ from megatron_leangrpo.conditioning.encoders import (
     TextEncoder,
 )
 from megatron_leangrpo.conditioning.prompts import Prompt, PromptSampler, load_prompts
+from megatron_leangrpo.conditioning.wan import WanTextEncoder
 
 __all__ = [
     "Conditioning",
@@ -16,5 +17,6 @@ __all__ = [
     "PromptSampler",
     "SyntheticTextEncoder",
     "TextEncoder",
+    "WanTextEncoder",
     "load_prompts",
 ]

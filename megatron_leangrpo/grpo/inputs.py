@@ -20,12 +20,14 @@ from megatron_leangrpo.codecs import (
     WanVaeCodec,
 )
 from megatron_leangrpo.codecs.base import token_grid
-from megatron_leangrpo.conditioning.encoders import (
+from megatron_leangrpo.conditioning import (
     FluxTextEncoder,
+    Prompt,
     SyntheticTextEncoder,
     TextEncoder,
+    WanTextEncoder,
+    load_prompts,
 )
-from megatron_leangrpo.conditioning.prompts import Prompt, load_prompts
 from megatron_leangrpo.config import RunConfig
 from megatron_leangrpo.grpo.architecture import Architecture
 from megatron_leangrpo.grpo.assets import resolve_asset
@@ -57,6 +59,7 @@ def check_prompts(
     config: RunConfig, reward: WeightedReward, train: list[Prompt], evaluation: list[Prompt]
 ) -> None:
     """Raise ``ValueError`` with file and line for prompts that a reward could never score."""
+    reward.check_medium(videos=config.model.family == "wan")
     reward.validate(train, config.prompts.train)
     if config.prompts.evaluation is not None:
         reward.validate(evaluation, config.prompts.evaluation)
@@ -69,7 +72,8 @@ def build_encoder(config: RunConfig, architecture: Architecture) -> TextEncoder:
         return SyntheticTextEncoder(
             config.model.max_text_tokens, model.joint_attention_dim, model.pooled_projection_dim
         )
-    return FluxTextEncoder.from_pipeline(
+    encoder = FluxTextEncoder if model.temporal_stride is None else WanTextEncoder
+    return encoder.from_pipeline(
         architecture.base,
         max_sequence_length=config.model.max_text_tokens,
         # A float64 run sees the same embeddings as a float32 run.

@@ -17,7 +17,9 @@ def build_run_reward(config: RewardConfig) -> WeightedReward:
     device = find_device("reward.device", config.device)
     settings = ModelSettings(config.paths, device, config.batch_size, config.offload)
     remote = _remote(config.remote, list(config.weights))
-    return build_reward(config.weights, config.failure_policy, settings, remote)
+    return build_reward(
+        config.weights, config.failure_policy, settings, remote, config.frame_interval
+    )
 
 
 def _remote(config: RemoteRewardConfig, names: list[str]) -> dict[str, RemoteReward]:

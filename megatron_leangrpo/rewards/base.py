@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RewardScores:
-    """One score per image, and whether the image is plainly right, where the reward can tell."""
+    """One score per sample, and whether it is plainly right, where the reward can tell."""
 
     scores: Tensor
     """[n], higher is better."""
@@ -22,6 +22,9 @@ class RewardScores:
 @runtime_checkable
 class Reward(Protocol):
     """Scores a batch of images; a plain tensor [n] may be returned instead of RewardScores.
+
+    A reward with `takes_videos = True` gets videos [n, frames, 3, H, W] instead, and none with
+    pictures; of a video, other rewards get some frames, whose scores are averaged.
 
     A reward may also have `validate(prompts, source)`, called before the first rollout, which
     raises ValueError for prompts that it could never score, a text `verdict` that says what a

@@ -1,6 +1,7 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """Scores the requests of several clients on one thread, waiting ones of the same kind together."""
 
+import math
 import threading
 import time
 from collections import deque
@@ -23,7 +24,8 @@ class ExpiredError(RuntimeError):
 
 @dataclass(eq=False)
 class Job:
-    """Images [n, 3, H, W] of one request, as decoded, and where their scores go."""
+    """Images [n, 3, H, W] or videos [n, frames, 3, H, W] of one request, as decoded, and where
+    their scores go."""
 
     reward: str
     images: Tensor
@@ -32,6 +34,11 @@ class Job:
     expires: float
     """By `time.monotonic`."""
     result: "Future[RewardScores]" = field(default_factory=Future)
+
+    @property
+    def pictures(self) -> int:
+        """How many images are scored; a video is its frames."""
+        return math.prod(self.images.shape[:-3])
 
     def goes_with(self, other: "Job") -> bool:
         """Whether both can be scored in one call."""
@@ -80,12 +87,12 @@ class Batcher:
             if self._closed:
                 return None
             batch = [self._waiting.popleft()]
-            size = len(batch[0].images)
+            size = batch[0].pictures
             for job in list(self._waiting):
-                if job.goes_with(batch[0]) and size + len(job.images) <= self.max_batch:
+                if job.goes_with(batch[0]) and size + job.pictures <= self.max_batch:
                     self._waiting.remove(job)
                     batch.append(job)
-                    size += len(job.images)
+                    size += job.pictures
             return batch
 
     @torch.no_grad()

@@ -1,5 +1,5 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""OCR reward for pictures of any size: PP-OCR detector and recogniser, and the string rule."""
+"""OCR rewards for pictures and videos of any size: PP-OCR finds and reads, Flow-GRPO's rules."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -10,9 +10,15 @@ from torch import Tensor
 
 from megatron_leangrpo.rewards.base import RewardScores, raise_for_bad_prompts, round_to_8_bits
 from megatron_leangrpo.rewards.registry import register_reward
-from megatron_leangrpo.rewards.text_target import normalize_text, string_score, target_text
+from megatron_leangrpo.rewards.text_target import (
+    edit_score,
+    normalize_text,
+    string_score,
+    target_text,
+)
 
 INSTALL_LINE = "pip install 'megatron_leangrpo[ocr]'"
+VIDEO_FRAME_INTERVAL = 4
 
 
 def ocr_available() -> bool:
@@ -44,8 +50,10 @@ class OcrReward:
     verdict = "read correctly"
     rounds_pixels = True
 
+    name = "ocr"
+
     def __init__(self) -> None:
-        require_ocr("ocr")
+        require_ocr(self.name)
         from rapidocr import RapidOCR
 
         # One thread: the ranks of a node share its cores.
@@ -59,7 +67,7 @@ class OcrReward:
 
     def validate(self, prompts: Sequence[Any], source: object) -> None:
         """Name file and line of prompts without a text to be written."""
-        raise_for_bad_prompts(find_bad_targets(prompts), "ocr", source)
+        raise_for_bad_prompts(find_bad_targets(prompts), self.name, source)
 
     def read(self, image: Tensor) -> str:
         """All text found in one image [3, H, W] in [0, 1], in reading order."""
@@ -76,4 +84,24 @@ class OcrReward:
             target, text = target_text(prompt, extra), self.read(image)
             scores.append(string_score(text, target))
             correct.append(normalize_text(text) == normalize_text(target))
+        return RewardScores(torch.tensor(scores, dtype=torch.float64), torch.tensor(correct))
+
+
+@register_reward("video_ocr")
+class VideoOcrReward(OcrReward):
+    """Flow-GRPO's: every fourth frame is read, and frames that score above 0 are averaged."""
+
+    name = "video_ocr"
+    takes_videos = True
+
+    def __call__(
+        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+    ) -> RewardScores:
+        scores, correct = [], []
+        for video, prompt, extra in zip(images, prompts, metadata, strict=True):
+            target = target_text(prompt, extra)
+            texts = [self.read(frame) for frame in video[::VIDEO_FRAME_INTERVAL]]
+            positive = [score for text in texts if (score := edit_score(text, target)) > 0]
+            scores.append(sum(positive) / len(positive) if positive else 0.0)
+            correct.append(all(normalize_text(text) == normalize_text(target) for text in texts))
         return RewardScores(torch.tensor(scores, dtype=torch.float64), torch.tensor(correct))

@@ -28,10 +28,12 @@ _FACTORIES: dict[str, Factory] = {}
 _BUILT_IN = (
     "aesthetic",
     "clip_score",
+    "color_motion",
     "color_shape",
     "hpsv2",
     "image_reward",
     "jpeg",
+    "motion",
     "ocr",
     "ocr_recognizer",
     "pickscore",
@@ -102,16 +104,25 @@ class WeightedScores:
 
 
 class WeightedReward:
-    """A weighted sum of rewards that checks every score."""
+    """A weighted sum of rewards that checks every score.
+
+    `frame_interval` says which frames of a video a reward of images scores: the first and every
+    `frame_interval`-th after it, or the first alone if it is 0.
+    """
 
     def __init__(
         self,
         rewards: Mapping[str, Reward],
         weights: Mapping[str, float],
         failure_policy: FailurePolicy = "raise",
+        frame_interval: int = 4,
     ) -> None:
+        if frame_interval < 0:
+            raise ValueError(
+                f"reward.frame_interval = {frame_interval} must be 0 (the first frame) or more"
+            )
         self.rewards, self.weights = dict(rewards), dict(weights)
-        self.failure_policy = failure_policy
+        self.failure_policy, self.frame_interval = failure_policy, frame_interval
 
     def validate(self, prompts: Sequence[Any], source: object) -> None:
         """Raise ValueError with file and line for prompts that a reward could never score."""
@@ -120,9 +131,18 @@ class WeightedReward:
             if check is not None:
                 check(prompts, source)
 
+    def check_medium(self, videos: bool) -> None:
+        """Raise ValueError for a reward that scores videos where a model makes pictures."""
+        for name, reward in self.rewards.items():
+            if takes_videos(reward) and not videos:
+                raise ValueError(
+                    f"reward.weights: {name} scores videos, and this model makes pictures"
+                )
+
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
     ) -> WeightedScores:
+        """The scores of images [n, 3, H, W], or of videos [n, frames, 3, H, W]."""
         total = torch.zeros(len(images), dtype=torch.float64)
         result = WeightedScores(total, {}, None)
         for name, reward in self.rewards.items():
@@ -144,7 +164,10 @@ class WeightedReward:
         failures: list[RewardError],
     ) -> RewardScores:
         try:
-            return check_scores(name, reward(images, prompts, metadata), prompts)
+            if images.ndim == 4 or takes_videos(reward):
+                return check_scores(name, reward(images, prompts, metadata), prompts)
+            frames = images[:, :: self.frame_interval] if self.frame_interval else images[:, :1]
+            return _score_frames(name, reward, frames, prompts, metadata)
         except Exception as error:
             failure = _as_reward_error(name, prompts, error)
             if self.failure_policy == "raise":
@@ -167,6 +190,27 @@ class WeightedReward:
         return RewardScores(
             torch.cat([s.scores for s in singles]), torch.cat(verdicts) if has_verdict else None
         )
+
+
+def takes_videos(reward: Reward) -> bool:
+    """Whether a reward scores videos as a whole."""
+    return getattr(reward, "takes_videos", False)
+
+
+def _score_frames(
+    name: str,
+    reward: Reward,
+    frames: Tensor,
+    prompts: Sequence[str],
+    metadata: Sequence[dict[str, Any]],
+) -> RewardScores:
+    """Mean scores over frames [n, frames, 3, H, W]; a video is right where all its frames are."""
+    count = frames.shape[1]
+    each = [index for index in range(len(prompts)) for _ in range(count)]
+    texts, extras = [prompts[i] for i in each], [metadata[i] for i in each]
+    scores = check_scores(name, reward(frames.flatten(0, 1), texts, extras), texts)
+    correct = None if scores.correct is None else scores.correct.view(-1, count).all(1)
+    return RewardScores(scores.scores.view(-1, count).mean(1), correct)
 
 
 def _as_reward_error(name: str, prompts: Sequence[str], error: Exception) -> RewardError:
@@ -197,6 +241,7 @@ def build_reward(
     failure_policy: FailurePolicy = "raise",
     settings: ModelSettings | None = None,
     remote: Mapping[str, Reward] | None = None,
+    frame_interval: int = 4,
 ) -> WeightedReward:
     """Build every reward of a `{name: weight}` mapping, except those given as `remote`."""
     if not weights:
@@ -207,4 +252,4 @@ def build_reward(
             raise ValueError(f"reward.weights.{name} = {weight} must be finite and not 0")
     remote = remote or {}
     rewards = {n: remote[n] if n in remote else make_reward(n, settings) for n in weights}
-    return WeightedReward(rewards, weights, failure_policy)
+    return WeightedReward(rewards, weights, failure_policy, frame_interval)

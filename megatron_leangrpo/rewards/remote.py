@@ -130,7 +130,7 @@ class RewardServer:
         answer = self._once("POST", "score", end, json.dumps(body, allow_nan=False).encode())
         if answer.get("id") != identity or answer.get("reward") != reward:
             raise _TryAgain("the answer belongs to another request")
-        return parse_scores(answer, len(request["pictures"]))
+        return parse_scores(answer, len(request["prompts"]))
 
     def _once(self, method: str, path: str, end: float, body: bytes | None = None) -> dict:
         """One attempt that ends by `end`: the answer's JSON object."""
@@ -210,6 +210,11 @@ class RemoteReward:
         self.name, self.server = name, server
         self.verdict: str | None = None
 
+    @property
+    def takes_videos(self) -> bool:
+        """Whether the server's reward scores videos."""
+        return bool(self._described()[0].get("takes_videos", False))
+
     def validate(self, prompts: Sequence[Any], source: object) -> None:
         """Raise ValueError if the server cannot be reached or has no such reward."""
         try:
@@ -239,14 +244,20 @@ class RemoteReward:
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
     ) -> RewardScores:
         described, limits = self._described()
-        pictures = [encode_picture(image, described["pictures"]) for image in images]
+        frames = images.shape[1] if images.ndim == 5 else None
+        samples = [
+            [encode_picture(frame, described["pictures"]) for frame in video]
+            for video in (images[:, None] if frames is None else images)
+        ]
         answers = []
-        for rows in _requests(pictures, limits):
+        for rows in _requests(samples, limits):
             request = {
-                "pictures": pictures[rows],
+                "pictures": [picture for sample in samples[rows] for picture in sample],
                 "prompts": list(prompts[rows]),
                 "metadata": list(metadata[rows]),
             }
+            if frames is not None:
+                request["frames"] = frames
             answers.append(self.server.score(self.name, request))
         verdicts = [answer.correct for answer in answers if answer.correct is not None]
         return RewardScores(
@@ -255,15 +266,18 @@ class RemoteReward:
         )
 
 
-def _requests(pictures: Sequence[dict[str, Any]], limits: dict[str, int]) -> list[slice]:
-    """Consecutive pictures that fit into one request each; a picture too large goes alone."""
+def _requests(samples: Sequence[list[dict[str, Any]]], limits: dict[str, int]) -> list[slice]:
+    """Consecutive samples, each of one picture or more, that fit into one request.
+
+    A sample that is too large goes alone.
+    """
     slices, start, size, pixels = [], 0, 0, 0
-    for index, picture in enumerate(pictures):
-        # Prompt and metadata are small beside the picture.
-        bytes_here = len(picture["data"]) + 4096
-        pixels_here = picture["height"] * picture["width"]
+    for index, pictures in enumerate(samples):
+        # Prompt and metadata are small beside the pictures.
+        bytes_here = sum(len(picture["data"]) for picture in pictures) + 4096
+        pixels_here = sum(picture["height"] * picture["width"] for picture in pictures)
         full = (
-            index - start >= limits["max_images"]
+            (index - start + 1) * len(pictures) > limits["max_images"]
             or size + bytes_here > limits["max_body_bytes"]
             or pixels + pixels_here > limits["max_pixels"]
         )
@@ -271,7 +285,7 @@ def _requests(pictures: Sequence[dict[str, Any]], limits: dict[str, int]) -> lis
             slices.append(slice(start, index))
             start, size, pixels = index, 0, 0
         size, pixels = size + bytes_here, pixels + pixels_here
-    return [*slices, slice(start, len(pictures))]
+    return [*slices, slice(start, len(samples))]
 
 
 def remote_rewards(names: Sequence[str], settings: RemoteSettings) -> dict[str, RemoteReward]:

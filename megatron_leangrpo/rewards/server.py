@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_leangrpo.rewards.base import Reward, RewardScores
 from megatron_leangrpo.rewards.batching import Batcher, ExpiredError, Job
+from megatron_leangrpo.rewards.registry import takes_videos
 from megatron_leangrpo.rewards.wire import decode_picture
 
 BODY_SECONDS = 60.0
@@ -74,6 +75,8 @@ class ScoreRequest(BaseModel):
     id: Annotated[str, Field(max_length=64)]
     reward: str
     pictures: Annotated[list[Picture], Field(min_length=1)]
+    frames: Annotated[int, Field(gt=0)] | None = None
+    """Pictures that make up each video, for rewards of videos."""
     prompts: list[str]
     metadata: list[dict[str, Any]]
     timeout_seconds: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
@@ -131,6 +134,7 @@ class _Service:
             name: {
                 "pictures": "png" if getattr(reward, "rounds_pixels", False) else "float32",
                 "verdict": getattr(reward, "verdict", None),
+                "takes_videos": takes_videos(reward),
             }
             for name, reward in self.rewards.items()
         }
@@ -187,7 +191,7 @@ class _Service:
         self._check(content)
         job = Job(
             content.reward,
-            _decode(content.pictures),
+            _decode(content.pictures, content.frames),
             content.prompts,
             content.metadata,
             time.monotonic() + content.timeout_seconds,
@@ -200,9 +204,15 @@ class _Service:
         if content.reward not in self.rewards:
             known = ", ".join(self.rewards)
             raise ApiError(404, "unknown_reward", f"no reward {content.reward!r}; known: {known}")
-        if not len(pictures) == len(content.prompts) == len(content.metadata):
-            counts = f"{len(pictures)}, {len(content.prompts)} and {len(content.metadata)}"
-            raise ApiError(422, "bad_request", f"{counts} pictures, prompts and metadata")
+        wants_videos = takes_videos(self.rewards[content.reward])
+        if wants_videos != (content.frames is not None):
+            wanted = "videos: frames must be set" if wants_videos else "pictures: no frames"
+            raise ApiError(422, "bad_request", f"{content.reward} scores {wanted}")
+        count = len(content.prompts)
+        if len(pictures) != count * (content.frames or 1) or len(content.metadata) != count:
+            counts = f"{len(pictures)}, {count} and {len(content.metadata)}"
+            videos = "" if content.frames is None else f" for videos of {content.frames} frames"
+            raise ApiError(422, "bad_request", f"{counts} pictures, prompts and metadata{videos}")
         if len(pictures) > limits.max_images:
             raise ApiError(413, "too_many_images", f"a request may have {limits.max_images} images")
         if sum(picture.height * picture.width for picture in pictures) > limits.max_pixels:
@@ -225,7 +235,8 @@ class _Service:
             raise ApiError(422, "reward_failed", f"{type(error).__name__}: {error}") from error
 
 
-def _decode(pictures: list[Picture]) -> Tensor:
+def _decode(pictures: list[Picture], frames: int | None) -> Tensor:
+    """Images [n, 3, H, W], or videos [n, frames, 3, H, W]."""
     images = []
     for index, picture in enumerate(pictures):
         try:
@@ -234,7 +245,8 @@ def _decode(pictures: list[Picture]) -> Tensor:
             )
         except ValueError as error:
             raise ApiError(422, "bad_picture", f"pictures.{index}: {error}") from error
-    return torch.stack(images)
+    stacked = torch.stack(images)
+    return stacked if frames is None else stacked.unflatten(0, (-1, frames))
 
 
 def _answer(content: ScoreRequest, result: RewardScores) -> JSONResponse:

@@ -1,5 +1,5 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""The closed world of coloured shapes, shared by the renderer and the verifier."""
+"""The closed world of coloured shapes, shared by the renderers and the verifiers."""
 
 import torch
 from torch import Tensor
@@ -13,11 +13,23 @@ COLORS: dict[str, tuple[float, float, float]] = {
     "pink": (0.96, 0.45, 0.70),
 }
 SHAPES = ("circle", "square", "triangle", "cross")
+MOTION_COLORS = ("red", "green", "blue", "yellow")
+DIRECTIONS = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0)}
+"""As (x, y), y points down."""
 
 
 def shape_prompts() -> list[str]:
     """All colour and shape combinations, "a red circle" first."""
     return [f"a {color} {shape}" for color in COLORS for shape in SHAPES]
+
+
+def motion_prompts() -> list[str]:
+    """All colour and direction combinations, "a red circle moving left" first."""
+    return [
+        f"a {color} circle moving {direction}"
+        for color in MOTION_COLORS
+        for direction in DIRECTIONS
+    ]
 
 
 def signed_distance(shape: str, x: Tensor, y: Tensor) -> Tensor:

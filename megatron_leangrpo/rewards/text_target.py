@@ -54,6 +54,10 @@ def levenshtein(first: str, second: str) -> int:
 def string_score(recognized: str, target: str) -> float:
     """1 if what was read contains the target, else 1 - min(edit distance, length) / length."""
     recognized, target = normalize_text(recognized), normalize_text(target)
-    if target in recognized:
-        return 1.0
+    return 1.0 if target in recognized else edit_score(recognized, target)
+
+
+def edit_score(recognized: str, target: str) -> float:
+    """1 - min(edit distance, length) / length: here, more text than the target costs."""
+    recognized, target = normalize_text(recognized), normalize_text(target)
     return 1 - min(levenshtein(recognized, target), len(target)) / len(target)

@@ -1,6 +1,8 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """How pictures travel between a reward client and a reward server: losslessly, as JSON.
 
+A video is its frames, one after the other.
+
 8-bit PNG where the reward rounds pixels to 8 bits anyway, raw float32 otherwise: a remote reward
 sees the same numbers as a local one, bit for bit.
 """

@@ -116,3 +116,18 @@ def test_missing_extra_is_refused_with_the_install_line(name, monkeypatch):
     assert not ocr_module.ocr_available()
     with pytest.raises(ValueError, match=r"pip install 'megatron_leangrpo\[ocr\]'"):
         make_reward(name)
+
+
+def test_a_video_is_read_every_fourth_frame_and_only_frames_with_something_right_count():
+    reward = object.__new__(ocr_module.VideoOcrReward)
+    texts = {0: "STOP", 4: "", 8: "STOPS", 12: "STO"}
+    reward.read = lambda frame: texts[int(frame[0, 0, 0])]
+    video = torch.arange(13.0)[None, :, None, None, None].expand(1, -1, 3, 2, 2)
+    result = reward(video, ['a sign "stop"'], [{}])
+    # A letter more costs as much as one less; nothing read leaves the frame out.
+    assert result.scores.tolist() == [pytest.approx((1 + 0.75 + 0.75) / 3)]
+    assert result.correct.tolist() == [False]
+    texts.update({4: "S t o p", 8: "stop", 12: "STOP"})
+    assert reward(video, ['a sign "stop"'], [{}]).correct.tolist() == [True]
+    texts.update(dict.fromkeys(texts, ""))
+    assert reward(video, ['a sign "stop"'], [{}]).scores.tolist() == [0.0]
