@@ -3,8 +3,6 @@
 
 import contextlib
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from megatron_leangrpo import platform
@@ -14,12 +12,10 @@ from megatron_leangrpo.checkpoint.training import TrainingState, find_newest, lo
 from megatron_leangrpo.grpo.ema import WeightAverage
 from megatron_leangrpo.grpo.evaluation import Evaluation
 from megatron_leangrpo.grpo.experiment import Experiment
-from megatron_leangrpo.grpo.exporting import can_export, export_checkpoint, transformer_config
+from megatron_leangrpo.grpo.exporting import transformer_config
 from megatron_leangrpo.grpo.iteration import IterationResult
-from megatron_leangrpo.grpo.model_card import model_card
 from megatron_leangrpo.grpo.optimization import build_optimization
 from megatron_leangrpo.grpo.run_report import RunReport
-from megatron_leangrpo.models.common.lora import has_adapters
 from megatron_leangrpo.overlap.choice import choices
 from megatron_leangrpo.overlap.commands import print_choices
 from megatron_leangrpo.reporting.memory import peak_memory_bytes
@@ -51,7 +47,6 @@ class Trainer:
                 experiment.policy.model, config.optimizer.ema_decay, config.optimizer.ema_interval
             )
         self.saver = CheckpointSaver(report.directory.checkpoints, config.checkpoint.keep)
-        self._can_export = can_export(experiment.architecture)
         self.first_iteration = 0
 
     @property
@@ -122,8 +117,7 @@ class Trainer:
         self.saver.poll()
         if self._saves_after(done):
             reward = None if evaluation is None else evaluation.reward_mean
-            exports = self._exports_after(done)
-            self.saver.start(self.state, done, reward, self._export(done) if exports else None)
+            self.saver.start(self.state, done, reward)
 
     def _train(self, iteration: int) -> dict[str, Any]:
         prompts = self.experiment.sampler.batch(iteration)
@@ -161,34 +155,11 @@ class Trainer:
             return self.evaluator.run(advance)
 
     def _evaluates_after(self, done: int) -> bool:
-        return self._is_due(done, self.config.evaluation.interval)
+        interval = self.config.evaluation.interval
+        return done == self.config.grpo.iterations or (interval > 0 and done % interval == 0)
 
     def _saves_after(self, done: int) -> bool:
         interval = self.config.checkpoint.interval
         if interval < 0:
             return False
-        return self._is_due(done, interval) or self._exports_after(done)
-
-    def _exports_after(self, done: int) -> bool:
-        interval = self.config.checkpoint.export_interval
-        return interval >= 0 and self._is_due(done, interval) and self._can_export
-
-    def _is_due(self, done: int, interval: int) -> bool:
         return done == self.config.grpo.iterations or (interval > 0 and done % interval == 0)
-
-    def _export(self, done: int) -> Callable[[Path], None]:
-        """What the saver calls with the checkpoint after that many iterations."""
-        model, architecture = self.experiment.policy.model, self.experiment.architecture
-        card = model_card(
-            self.config,
-            architecture,
-            done,
-            platform.world_size(),
-            self.report.evaluations,
-            adapter=has_adapters(model),
-        )
-        folder = self.report.directory.export / f"step_{done:06d}"
-        average = self.average is not None
-        return lambda checkpoint: export_checkpoint(
-            checkpoint, folder, architecture, model, average, card
-        )
