@@ -5,7 +5,14 @@ from dataclasses import dataclass
 
 from megatron_leangrpo import platform
 from megatron_leangrpo.overlap.calibrate import Calibration
-from megatron_leangrpo.overlap.cost_model import Collective, Costs, Flash, flash_time, none_time
+from megatron_leangrpo.overlap.cost_model import (
+    Collective,
+    Costs,
+    Flash,
+    attention_time,
+    flash_time,
+    none_time,
+)
 
 # A model of costs is not exact: slices must promise this much to be preferred to whole collectives.
 _LEAST_GAIN = 0.03
@@ -25,6 +32,41 @@ class LayerShape:
     """The side of which each rank has a share: that share."""
     element_bytes: int
 
+    @property
+    def name(self) -> str:
+        """What it is called in a table."""
+        return f"{self.rows} x {self.whole_features} x {self.sharded_features}"
+
+    def describe(self, flash: Flash | None) -> str:
+        """What was chosen, in a table."""
+        return f"flash ({flash.pattern}, {flash.sub_slices})" if flash else "bulk"
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """One attention between the exchanges of a context-parallel group."""
+
+    ranks: int
+    tokens: int
+    """Of all ranks, pads included."""
+    batch: int
+    heads: int
+    """Of a rank inside the attention."""
+    head_dim: int
+    element_bytes: int
+
+    @property
+    def name(self) -> str:
+        """What it is called in a table."""
+        return f"attention of {self.tokens}, {self.heads} x {self.head_dim}"
+
+    def describe(self, flash: Flash | None) -> str:
+        """What was chosen, in a table."""
+        return f"flash ({flash.sub_slices} groups of heads)" if flash else "bulk"
+
+
+Shape = LayerShape | AttentionShape
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -37,7 +79,7 @@ class Choice:
 
 
 _calibrations: dict[str, Calibration] = {}
-_choices: dict[tuple[str, LayerShape], Choice] = {}
+_choices: dict[tuple[str, Shape], Choice] = {}
 
 
 def calibration_of_all_ranks(path: str) -> Calibration:
@@ -61,14 +103,15 @@ def _with_a_link(path: str) -> Calibration:
     return calibration
 
 
-def choose(path: str, shape: LayerShape) -> Choice:
+def choose(path: str, shape: Shape) -> Choice:
     """The fastest way for a layer, remembered by its shape."""
     if (path, shape) not in _choices:
-        _choices[path, shape] = fastest(shape, calibration_of_all_ranks(path))
+        find = fastest if isinstance(shape, LayerShape) else fastest_groups
+        _choices[path, shape] = find(shape, calibration_of_all_ranks(path))
     return _choices[path, shape]
 
 
-def choices() -> dict[LayerShape, Choice]:
+def choices() -> dict[Shape, Choice]:
     """What has been chosen so far."""
     return {shape: choice for (_, shape), choice in _choices.items()}
 
@@ -83,6 +126,43 @@ def fastest(shape: LayerShape, calibration: Calibration) -> Choice:
     if shape.ranks == 1 or times[best] > (1 - _LEAST_GAIN) * without:
         return Choice(None, without - products, without - products)
     return Choice(best, times[best] - products, without - products)
+
+
+def fastest_groups(shape: AttentionShape, calibration: Calibration) -> Choice:
+    """Compare the attention between whole exchanges with groups of its heads.
+
+    An attention is reckoned as fast as a product, which is too fast: what is hidden is more.
+    """
+    times = {}
+    for groups in _SUB_SLICES:
+        if groups == 1 or groups <= shape.heads:
+            # A backward has twice the attention, and exchanges as much.
+            forward, backward = (_attention_costs(shape, calibration, groups, n) for n in (1, 2))
+            times[groups] = attention_time(forward, groups) + attention_time(backward, groups)
+    best = min(times, key=lambda groups: times[groups])
+    products = 3 * _attention_costs(shape, calibration, 1, 1).compute_total
+    if shape.ranks == 1 or times[best] > (1 - _LEAST_GAIN) * times[1]:
+        best = 1
+    flash = Flash(sub_slices=best) if best > 1 else None
+    return Choice(flash, times[best] - products, times[1] - products)
+
+
+def _attention_costs(
+    shape: AttentionShape, calibration: Calibration, groups: int, passes: int
+) -> Costs:
+    bandwidth = calibration.link_bytes_per_second
+    assert bandwidth and calibration.link_latency_seconds is not None
+    features = shape.batch * shape.heads * shape.head_dim
+    flops = passes * 4 * shape.tokens**2 * features
+    return Costs(
+        ranks=shape.ranks,
+        compute=flops
+        / calibration.flops_per_second
+        / _efficiency(calibration, groups)
+        / shape.ranks,
+        hop=4 * shape.tokens / shape.ranks * features * shape.element_bytes / bandwidth,
+        latency=calibration.link_latency_seconds,
+    )
 
 
 def _candidates() -> list[Flash]:

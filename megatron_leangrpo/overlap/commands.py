@@ -28,7 +28,7 @@ from megatron_leangrpo.overlap.timeline import save_timeline
 from megatron_leangrpo.reporting.console import Console
 
 if TYPE_CHECKING:
-    from megatron_leangrpo.overlap.choice import Choice, LayerShape
+    from megatron_leangrpo.overlap.choice import Choice, Shape
 
 _SWEEP = (2, 4, 8, 16, 32, 64)
 _COLUMNS = ["mode", "exposed ms", "end ms", "saved"]
@@ -175,17 +175,15 @@ def _calibrate(console: Console, path: str) -> None:
     )
 
 
-def print_choices(console: Console, chosen: "Mapping[LayerShape, Choice]") -> None:
+def print_choices(console: Console, chosen: "Mapping[Shape, Choice]") -> None:
     """What `overlap.mode=auto` has chosen for each shape of layer, and what it predicts."""
     rows = []
     for shape, choice in chosen.items():
-        flash = choice.flash
-        name = f"flash ({flash.pattern}, {flash.sub_slices})" if flash else "bulk"
         exposed_us = [choice.exposed_seconds, choice.exposed_without]
-        layer = f"{shape.rows} x {shape.whole_features} x {shape.sharded_features}"
-        rows.append([layer, name, *(f"{seconds * 1e6:.0f}" for seconds in exposed_us)])
+        decision = shape.describe(choice.flash)
+        rows.append([shape.name, decision, *(f"{seconds * 1e6:.0f}" for seconds in exposed_us)])
     console.table(
-        ["tokens a rank x features", "collectives", "exposed us", "whole us"],
+        ["tokens a rank x features, or attention", "collectives", "exposed us", "whole us"],
         rows,
         title="overlap.mode=auto: chosen by predicted time, forward and backward",
     )

@@ -11,7 +11,11 @@ from typing import Literal
 
 from megatron_leangrpo.overlap.schedule import Pattern
 
-Collective = Literal["all-gather", "reduce-scatter"]
+Collective = Literal["all-gather", "reduce-scatter", "all-to-all"]
+"""all-to-all: the two around an attention, tokens to heads and back."""
+
+QKV_SHARE = 0.75
+"""Of what travels around an attention: three tensors to the heads, one back to the tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +88,8 @@ def flash_time(costs: Costs, collective: Collective, flash: Flash) -> float:
     """The longest of the chains that can decide when the last rank ends."""
     if costs.ranks == 1:
         return costs.compute_total
+    if collective == "all-to-all":
+        return attention_time(costs, flash.sub_slices)
     if collective == "all-gather":
         return _all_gather(costs, flash.sub_slices)
     if flash.pattern == "direct":
@@ -91,6 +97,23 @@ def flash_time(costs: Costs, collective: Collective, flash: Flash) -> float:
     if flash.in_product:
         return _ring_sum_in_product(costs, flash.sub_slices)
     return _ring_reduce_scatter(costs, flash.sub_slices)
+
+
+def attention_time(costs: Costs, groups: int) -> float:
+    """An attention between two all-to-alls, cut into groups of heads; one group overlaps nothing.
+
+    `costs.compute` is a rank's attention over the ranks, `costs.hop` what travels to and from one
+    other rank. The link carries all groups to the heads before it carries any back.
+    """
+    peers, attend = costs.ranks - 1, costs.compute_total / groups
+    there = peers * (QKV_SHARE * costs.hop / groups + costs.latency)
+    back = peers * ((1 - QKV_SHARE) * costs.hop / groups + costs.latency)
+    return max(
+        there + groups * attend + back,
+        there + attend + groups * back,
+        groups * there + attend + back,
+        groups * (there + back),
+    )
 
 
 def exposed(time: float, costs: Costs) -> float:

@@ -50,7 +50,7 @@ class Exchange:
         return self.transport.exchange(send, receive, step.message, self.layer)
 
     def record(self, kind: Kind, i: int, u: int) -> None:
-        """Note an event if somebody asked for a trace."""
+        """Note an event for whoever asked for a trace."""
         if self.trace:
             self.trace.record(kind, i, u)
 
@@ -266,29 +266,34 @@ def _direct(
     return out.to(reduction.dtype)
 
 
-def products_all_to_all(
-    produce: Callable[[int, int], torch.Tensor], parts: int, exchange: Exchange
-) -> list[list[torch.Tensor]]:
-    """What each rank has made for us, as `[source rank][part]`.
+@dataclass(frozen=True)
+class Arriving:
+    """An all-to-all on its way."""
 
-    `produce(rank, part)` makes what that rank is sent; parts of one number have one shape on all
-    ranks. Our own are made last, so that nothing is sent after them.
-    """
+    rows: torch.Tensor
+    """`[ranks, ...]`: what each rank has sent us, once it is here."""
+    exchange: Exchange
+    pending: Sequence[Pending]
+    first_step: int
+    part: int
+
+    def wait(self) -> None:
+        """Let what follows see the rows."""
+        for i, message in enumerate(self.pending):
+            message.wait()
+            self.exchange.record("wait", self.first_step + i, self.part)
+
+
+def start_all_to_all(
+    x: torch.Tensor, exchange: Exchange, first_step: int = 0, part: int = 0
+) -> Arriving:
+    """Start to send row `j` of `[ranks, ...]` to rank `j`; the rest names its events in a trace."""
     transport = exchange.transport
-    received: list[list[torch.Tensor]] = [[] for _ in range(transport.size)]
-    pending: list[tuple[int, int, Pending]] = []
+    x = x.contiguous()
+    rows, pending = torch.empty_like(x), []
     for i, step in enumerate(all_to_all_steps(transport.rank, transport.size)):
-        for u in range(parts):
-            exchange.record("product", i, u)
-            product = produce(step.compute, u)
-            if step.message is None:
-                received[transport.rank].append(product)
-                continue
-            product = product.contiguous()
-            arriving = torch.empty_like(product)
-            pending.append((i, u, exchange.post(step, i, u, product, arriving)))
-            received[step.message.source].append(arriving)
-    for i, u, message in pending:
-        message.wait()
-        exchange.record("wait", i, u)
-    return received
+        if step.message is not None:
+            send, receive = x[step.message.sends], rows[step.message.source]
+            pending.append(exchange.post(step, first_step + i, part, send, receive))
+    rows[transport.rank] = x[transport.rank]
+    return Arriving(rows, exchange, pending, first_step, part)

@@ -11,7 +11,7 @@ MODES = ("off", "bulk", "flash", "auto")
 
 @dataclass(frozen=True)
 class OverlapSettings:
-    """How the collectives of the linear layers run."""
+    """How the collectives of the linear layers and around attention run."""
 
     mode: str = "off"
     """off: megatron's own linears; bulk: whole collectives beside whole products, in the backward
@@ -21,7 +21,8 @@ class OverlapSettings:
     """ring talks to neighbours (PCIe, several nodes); direct straight to the owner, and sums in
     float32."""
     sub_slices: int = 2
-    """Parts a rank's slice is cut into; from 2 on a ring adds in the products themselves."""
+    """Parts a rank's slice is cut into, and groups of its heads around attention; from 2 on a ring
+    adds in the products themselves."""
     calibration: str | None = None
     """auto: the file of `leangrpo overlap measure --calibrate`."""
 

@@ -10,7 +10,13 @@ import torch
 
 from megatron_leangrpo import platform
 from megatron_leangrpo.overlap.calibrate import Calibration
-from megatron_leangrpo.overlap.choice import LayerShape, choices, fastest
+from megatron_leangrpo.overlap.choice import (
+    AttentionShape,
+    LayerShape,
+    choices,
+    fastest,
+    fastest_groups,
+)
 from megatron_leangrpo.overlap.commands import print_choices
 from megatron_leangrpo.overlap.linear import LinearPlan, column_parallel, prepare, row_parallel
 from megatron_leangrpo.overlap.settings import OverlapSettings
@@ -28,6 +34,8 @@ CARD = Calibration(
     link_latency_seconds=2e-6,
 )
 FFN = LayerShape(4, 4608, 3072, 3072, 2)
+# Wan 14B, 81 frames of 480 x 832, over 4 ranks.
+ATTENTION = AttentionShape(4, 32760, 1, 10, 128, 2)
 
 
 def test_a_layer_that_hides_its_hop_is_cut_and_most_of_it_hidden():
@@ -42,8 +50,22 @@ def test_a_layer_that_small_messages_would_slow_down_stays_whole():
     assert choice.flash is None and choice.exposed_seconds == choice.exposed_without
 
 
+def test_the_exchange_of_a_long_attention_is_cut_into_groups_of_heads():
+    choice = fastest_groups(ATTENTION, CARD)
+    assert choice.flash is not None and choice.flash.sub_slices <= ATTENTION.heads
+    assert choice.exposed_seconds < 0.5 * choice.exposed_without
+
+
+def test_what_cannot_gain_keeps_whole_exchanges():
+    one_head = fastest_groups(dataclasses.replace(ATTENTION, heads=1), CARD)
+    short = fastest_groups(dataclasses.replace(ATTENTION, tokens=16), CARD)
+    for choice in (one_head, short):
+        assert choice.flash is None and choice.exposed_seconds == choice.exposed_without
+
+
 def test_one_rank_has_nothing_to_choose():
     assert fastest(dataclasses.replace(FFN, ranks=1), CARD).flash is None
+    assert fastest_groups(dataclasses.replace(ATTENTION, ranks=1), CARD).flash is None
 
 
 def test_cutting_never_costs_more_than_staying_whole_by_the_model():
@@ -55,9 +77,11 @@ def test_cutting_never_costs_more_than_staying_whole_by_the_model():
 
 
 def test_what_was_chosen_is_printed_with_what_it_leaves_exposed(capsys):
-    print_choices(Console(), {FFN: fastest(FFN, CARD)})
+    chosen = {FFN: fastest(FFN, CARD), ATTENTION: fastest_groups(ATTENTION, CARD)}
+    print_choices(Console(), chosen)
     out = capsys.readouterr().out
     assert "4608 x 3072 x 3072" in out and "flash" in out and "exposed" in out
+    assert "attention of 32760, 10 x 128" in out and "groups of heads" in out
 
 
 def test_auto_needs_a_calibration():

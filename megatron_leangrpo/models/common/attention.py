@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_leangrpo import platform
 from megatron_leangrpo.models.common.rotary import rotate
+from megatron_leangrpo.overlap.ulysses import OverlappedHeadExchange
 from megatron_leangrpo.parallel.tokens import TokenRows
-from megatron_leangrpo.parallel.ulysses import HeadExchange
 
 RMS_NORM_EPS = 1e-6
 
@@ -155,7 +155,7 @@ class SelfAttention(torch.nn.Module):
         super().__init__()
         self.of_heads = CoreAttention(recompute)
         heads = config.num_attention_heads // config.tensor_model_parallel_size
-        self.exchange = HeadExchange(heads, platform.cp_group())
+        self.exchange = OverlappedHeadExchange(heads, platform.cp_group(), config.overlap)
 
     def forward(self, qk: torch.Tensor, v: torch.Tensor, attended: TokenRows) -> torch.Tensor:
         """From packed queries and keys; `attended` says which rows of all ranks are tokens."""
@@ -164,6 +164,16 @@ class SelfAttention(torch.nn.Module):
             return attended.restore(self.of_heads(*map(attended.drop, heads)))
 
         return self.exchange.around(attend, qk, v)
+
+
+def name_attentions(model: torch.nn.Module) -> None:
+    """Tell every self-attention of `model` its name, for errors, and connect the ranks of it.
+
+    Every process of the world must come to it.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, SelfAttention):
+            module.exchange.prepare(name)
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

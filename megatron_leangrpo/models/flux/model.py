@@ -20,6 +20,7 @@ from megatron_leangrpo import platform
 from megatron_leangrpo.models.common.attention import (
     HeadNorm,
     SelfAttention,
+    name_attentions,
     normalise_and_rotate,
     split_qkv,
 )
@@ -66,6 +67,7 @@ class FluxTransformer(ShardedTransformer):
         )
         self.final_layer = LastLayer(config, flux_config.out_channels)
         name_linears(self)
+        name_attentions(self)
 
     def forward(
         self,

@@ -27,6 +27,7 @@ from megatron_leangrpo.models.common.attention import (
     CoreAttention,
     HiddenNorm,
     SelfAttention,
+    name_attentions,
     normalise_across_heads,
     split_qkv,
 )
@@ -87,6 +88,7 @@ class WanTransformer(ShardedTransformer):
         )
         self.head = Head(config, wan_config)
         name_linears(self)
+        name_attentions(self)
 
     def forward(
         self,
