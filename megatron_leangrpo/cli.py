@@ -79,16 +79,16 @@ def build_parser() -> argparse.ArgumentParser:
     tiny = commands.add_parser(
         "build-tiny",
         help="re-create an embedded base model",
-        description="Train a tiny FluxPipeline folder from nothing: about 2 minutes on a core.",
+        description="Train a tiny FluxPipeline or WanPipeline folder from nothing: about 2 or 8 "
+        "minutes on a core.",
         allow_abbrev=False,
     )
-    tiny.add_argument("family", choices=["flux"], help="model family")
+    tiny.add_argument("family", choices=["flux", "wan"], help="model family")
     tiny.add_argument("--output", metavar="DIR", required=True, help="new folder to write")
     tiny.add_argument(
         "--task",
-        choices=["digits", "shapes"],
-        default="digits",
-        help="what it learns to draw (default: digits)",
+        choices=["digits", "shapes", "motion"],
+        help="what it learns to draw: digits (default) or shapes for flux, motion for wan",
     )
     tiny.add_argument(
         "--seed", type=int, default=0, help="of weights, pictures and training (default: 0)"
@@ -214,8 +214,11 @@ def _sample(arguments: argparse.Namespace) -> None:
 
 def _build_tiny(arguments: argparse.Namespace) -> None:
     from megatron_leangrpo.build_tiny.flux import build_tiny_flux
+    from megatron_leangrpo.build_tiny.wan import build_tiny_wan
 
-    build_tiny_flux(arguments.output, task=arguments.task, seed=arguments.seed)
+    build = {"flux": build_tiny_flux, "wan": build_tiny_wan}[arguments.family]
+    task = {} if arguments.task is None else {"task": arguments.task}
+    build(arguments.output, seed=arguments.seed, **task)
 
 
 def _serve_reward(arguments: argparse.Namespace) -> None:

@@ -1,15 +1,12 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """`leangrpo build-tiny flux`: makes the embedded FluxPipeline folders from nothing."""
 
-import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
+from megatron_leangrpo.build_tiny.building import check_output, phase, save, seeded
 from megatron_leangrpo.build_tiny.rendering import TASKS, TinyTask
 from megatron_leangrpo.codecs.packing import pack_latents
 
@@ -27,75 +24,50 @@ The transformer has only seen guidance 3.5 and 8 text tokens. Prompts: `prompts.
 """
 
 
-@contextmanager
-def _phase(title: str, steps: int) -> Iterator[Callable[[float], None]]:
-    """A progress bar for one training phase; yields the function to call with each step's loss."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns) as progress:
-        bar = progress.add_task(title, total=steps, loss=float("nan"))
-        yield lambda loss: progress.update(bar, advance=1, loss=loss)
-
-
 def build_tiny_flux(
     output: str | Path,
     task: str = "digits",
     seed: int = 0,
     vae_steps: int | None = None,
-    flux_steps: int | None = None,
+    transformer_steps: int | None = None,
     corpus_size: int = CORPUS_SIZE,
 ) -> Path:
     """Train and save a tiny FluxPipeline folder in bf16; given step counts replace the task's.
 
-    The folder must not exist or be empty, so that no file of an older model stays in it.
+    The folder must not exist or be empty.
     """
-    from megatron_leangrpo.build_tiny import text, transformer, vae
+    from megatron_leangrpo.build_tiny import flow_matching, text, transformer, vae
 
     if task not in TASKS:
         raise ValueError(f"--task {task}: unknown; valid are {', '.join(TASKS)}")
     output = Path(output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"--output {output}: exists and is not empty; give a new folder")
+    check_output(output)
     tiny = TASKS[task]()
     vae_steps = tiny.vae_steps if vae_steps is None else vae_steps
-    flux_steps = tiny.flux_steps if flux_steps is None else flux_steps
+    transformer_steps = tiny.transformer_steps if transformer_steps is None else transformer_steps
     tokenizer, tokenizer_2 = text.make_clip_tokenizer(), text.make_t5_tokenizer()
-    clip = _seeded(seed, text.make_clip_encoder, tokenizer)
-    t5 = _seeded(seed, text.make_t5_encoder, tokenizer_2)
-    codec = _seeded(seed, vae.make_vae)
-    model = _seeded(seed, transformer.make_transformer, text.TEXT_DIM)
-    with _phase("autoencoder", vae_steps) as on_step:
+    clip = seeded(seed, text.make_clip_encoder, tokenizer)
+    t5 = seeded(seed, text.make_t5_encoder, tokenizer_2)
+    codec = seeded(seed, vae.make_vae)
+    model = seeded(seed, transformer.make_transformer, text.TEXT_DIM)
+    with phase("autoencoder", vae_steps) as on_step:
         vae.train_vae(codec, tiny, vae_steps, seed, on_step)
     pipeline = _assemble(codec, clip, tokenizer, t5, tokenizer_2, model)
     corpus = _make_corpus(pipeline, tiny, corpus_size, seed)
-    with _phase("transformer", flux_steps) as on_step:
-        pipeline.register_modules(
-            transformer=transformer.train_transformer(model, corpus, flux_steps, seed, on_step)
+    with phase("transformer", transformer_steps) as on_step:
+        trained = flow_matching.train(
+            model,
+            corpus.velocity,
+            corpus.latents,
+            corpus.prompt_index,
+            transformer_steps,
+            transformer.BATCH,
+            seed,
+            on_step,
         )
-    _save(pipeline, tiny, output)
+    pipeline.register_modules(transformer=trained)
+    save(pipeline, tiny, README.format(task=tiny.name, prompt=tiny.prompts[-1]), output)
     return output
-
-
-def _seeded(seed: int, make: Callable[..., Any], *args: Any) -> Any:
-    """Build a part with the global generator seeded, and leave that generator as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return make(*args)
 
 
 def _assemble(codec: Any, clip: Any, tokenizer: Any, t5: Any, tokenizer_2: Any, model: Any) -> Any:
@@ -121,7 +93,7 @@ def _make_corpus(pipeline: Any, task: TinyTask, size: int, seed: int) -> Any:
 
     indices = [n % len(task.prompts) for n in range(size)]
     images = task.render(indices, seed=seed + 1_000_003)
-    latents = vae.encode_images(pipeline.vae, images)
+    latents = vae.encode(pipeline.vae, images)
     shift, scale = float(latents.mean()), 1 / float(latents.std())
     pipeline.vae.register_to_config(scaling_factor=scale, shift_factor=shift)
     prompt_embeds, pooled, _ = pipeline.encode_prompt(
@@ -133,25 +105,3 @@ def _make_corpus(pipeline: Any, task: TinyTask, size: int, seed: int) -> Any:
         prompt_embeds=prompt_embeds,
         pooled=pooled,
     )
-
-
-def _save(pipeline: Any, task: TinyTask, output: Path) -> None:
-    """Write beside the output and rename, so that the folder is there whole or not at all."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as scratch:
-        folder = Path(scratch) / output.name
-        _cast(pipeline, torch.bfloat16).save_pretrained(folder)
-        rows = [{"prompt": p, **m} for p, m in zip(task.prompts, task.metadata, strict=True)]
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / "prompts.jsonl").write_text(lines, encoding="utf-8")
-        readme = README.format(task=task.name, prompt=task.prompts[-1])
-        (folder / "README.md").write_text(readme, encoding="utf-8")
-        folder.rename(output)
-
-
-def _cast(pipeline: Any, dtype: torch.dtype) -> Any:
-    """Cast the parts one by one; `pipeline.to` warns about modules that are not there."""
-    for part in pipeline.components.values():
-        if isinstance(part, torch.nn.Module):
-            torch.nn.Module.to(part, dtype)
-    return pipeline

@@ -6,11 +6,13 @@ counts is that prompts stay apart and that the parts are the real classes that F
 """
 
 import string
+from collections.abc import Sequence
 from typing import Any
 
-from megatron_leangrpo.rewards.shapes import COLORS, SHAPES
+from megatron_leangrpo.rewards.shapes import COLORS, DIRECTIONS, SHAPES
 
 WORDS = ("the", "number", "a", *COLORS, *SHAPES)
+MOTION_WORDS = ("a", *COLORS, *SHAPES, "moving", *DIRECTIONS)
 TEXT_DIM = 64
 CLIP_TOKENS = 77
 
@@ -37,12 +39,12 @@ def make_clip_tokenizer() -> Any:
     return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=CLIP_TOKENS)
 
 
-def make_t5_tokenizer() -> Any:
-    """A unigram T5TokenizerFast that knows WORDS whole and spells all else in printable ASCII."""
+def make_t5_tokenizer(known: Sequence[str] = WORDS) -> Any:
+    """A unigram T5TokenizerFast that knows words whole and spells all else in printable ASCII."""
     from transformers import T5TokenizerFast
 
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
-    words = [(f"▁{word}", -1.0) for word in WORDS]
+    words = [(f"▁{word}", -1.0) for word in known]
     characters = [(character, -10.0) for character in string.printable[:94]]
     vocabulary = [*special, *words, ("▁", -5.0), *characters]
     return T5TokenizerFast(vocab=vocabulary, extra_ids=0, model_max_length=512)
@@ -71,15 +73,27 @@ def make_t5_encoder(tokenizer: Any) -> Any:
     """A two-layer T5EncoderModel; call under a seeded generator."""
     from transformers import T5Config, T5EncoderModel
 
-    config = T5Config(
-        vocab_size=len(tokenizer),
-        d_model=TEXT_DIM,
-        d_kv=16,
-        d_ff=2 * TEXT_DIM,
-        num_layers=2,
-        num_heads=4,
-        feed_forward_proj="gated-gelu",
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    config = T5Config(**_t5_fields(tokenizer))
     return T5EncoderModel(config).eval().requires_grad_(False)
+
+
+def make_umt5_encoder(tokenizer: Any) -> Any:
+    """A two-layer UMT5EncoderModel; call under a seeded generator."""
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    config = UMT5Config(**_t5_fields(tokenizer))
+    return UMT5EncoderModel(config).eval().requires_grad_(False)
+
+
+def _t5_fields(tokenizer: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer),
+        "d_model": TEXT_DIM,
+        "d_kv": 16,
+        "d_ff": 2 * TEXT_DIM,
+        "num_layers": 2,
+        "num_heads": 4,
+        "feed_forward_proj": "gated-gelu",
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }

@@ -35,7 +35,7 @@ def make_vae() -> Any:
 
 
 def reconstruction_loss(output: Tensor, target: Tensor) -> Tensor:
-    """L1 + squared error + L1 of the chroma, [n, 3, H, W] in [-1, 1].
+    """L1 + squared error + L1 of the chroma, [n, 3, ...] in [-1, 1].
 
     Coloured pixels are few and decide what is seen, so they weigh more; without the chroma term the
     hue is learnt last.
@@ -48,15 +48,22 @@ def reconstruction_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def train_vae(
-    vae: Any, task: TinyTask, steps: int, seed: int, on_step: Callable[[float], None]
+    vae: Any,
+    task: TinyTask,
+    steps: int,
+    seed: int,
+    on_step: Callable[[float], None],
+    batch: int = BATCH,
 ) -> None:
     """Train in place.
 
-    Images go in and out as [n, 3, H, W] in [-1, 1], the convention of diffusers' pipelines.
+    Images go in and out as [n, 3, H, W] and videos as [n, 3, frames, H, W], in [-1, 1], the
+    convention of diffusers' pipelines.
     """
     vae.train()
-    matrices = [parameter for parameter in vae.parameters() if parameter.ndim > 1]
-    vectors = [parameter for parameter in vae.parameters() if parameter.ndim == 1]
+    # Wan's norms have scales of shape [channels, 1, 1, 1].
+    matrices = [parameter for parameter in vae.parameters() if parameter[0].numel() > 1]
+    vectors = [parameter for parameter in vae.parameters() if parameter[0].numel() == 1]
     optimizers = [
         Muon(matrices, lr=5e-3),
         torch.optim.AdamW(vectors, lr=2e-3, betas=(0.9, 0.99), weight_decay=0.0),
@@ -69,7 +76,7 @@ def train_vae(
     ]
     generator = torch.Generator().manual_seed(seed)
     for step in range(steps):
-        indices = torch.randint(len(task.prompts), (BATCH,), generator=generator).tolist()
+        indices = torch.randint(len(task.prompts), (batch,), generator=generator).tolist()
         images = task.render(indices, seed=seed * 100_003 + step) * 2 - 1
         posterior = vae.encode(images).latent_dist
         output = vae.decode(posterior.sample(generator=generator)).sample
@@ -85,15 +92,15 @@ def train_vae(
 
 
 @torch.no_grad()
-def encode_images(vae: Any, images: Tensor, batch: int = 256) -> Tensor:
-    """Mean latents [n, 4, H/4, W/4] of images in [0, 1], not normalised."""
+def encode(vae: Any, images: Tensor, batch: int = 256) -> Tensor:
+    """Mean latents [n, 4, ..., H/4, W/4] of images or videos in [0, 1], not normalised."""
     parts = [vae.encode(chunk * 2 - 1).latent_dist.mode() for chunk in images.split(batch)]
     return torch.cat(parts)
 
 
 @torch.no_grad()
 def peak_signal_to_noise(vae: Any, images: Tensor) -> float:
-    """Reconstruction quality in dB for images in [0, 1]; under 26 dB colours are wrong."""
+    """Reconstruction quality in dB, in [0, 1]; under 26 dB colours are wrong."""
     output = vae.decode(vae.encode(images * 2 - 1).latent_dist.mode()).sample.clamp(-1, 1)
     error = ((output + 1) / 2 - images).square().mean()
     return float(-10 * error.log10())

@@ -13,7 +13,7 @@ from megatron_leangrpo.build_tiny.muon import orthogonalize
 from megatron_leangrpo.build_tiny.rendering import TASKS
 
 ASSETS = Path(megatron_leangrpo.__file__).parent / "assets"
-FEW = {"vae_steps": 3, "flux_steps": 3, "corpus_size": 64}
+FEW = {"vae_steps": 3, "transformer_steps": 3, "corpus_size": 64}
 
 
 @pytest.fixture(scope="module")
