@@ -37,6 +37,22 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters: A and B of each projection are trained, all weights are frozen."""
+
+    rank: int = 0
+    """Rank of every adapter; 0 trains all weights instead. Published: 64 (Flow-GRPO's FLUX), 32
+    (its Wan 2.1), 128 (DanceGRPO)."""
+    alpha: float | None = None
+    """alpha / rank multiplies B A x; twice the rank when not given (Flow-GRPO, DanceGRPO)."""
+    targets: list[str] = field(default_factory=list)
+    """Diffusers' names of the projections, or their ends as in PEFT, such as to_q or ff.net.2; when
+    empty, Flow-GRPO's for the model family."""
+    path: str | None = None
+    """LoRA file or folder to start from; rank, alpha and targets are then the file's."""
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
     """Parallel layout in Megatron's words; the rest of the world is data parallel."""
 
@@ -53,17 +69,20 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class OverlapConfig:
-    """How tensor parallelism's collectives run beside products; without effect at size 1."""
+    """How the collectives of tensor and context parallelism run beside products and attention;
+    without effect where both sizes are 1."""
 
     mode: Literal["off", "bulk", "flash", "auto"] = "off"
     """off: one after the other, as megatron; bulk: whole ones, beside each other in the backward;
-    flash: in slices that travel while others are multiplied, forward and backward; auto: bulk or
-    flash, whichever the cost model finds faster for a layer and its tokens."""
+    flash: in slices that travel while others are multiplied, forward and backward, and Ulysses in
+    groups of heads; auto: bulk or flash, whichever the cost model finds faster for a layer and its
+    tokens."""
     pattern: Literal["ring", "direct"] = "ring"
     """flash: ring talks to neighbours (PCIe, several nodes), direct straight to the owner of a
     slice, who sums in float32."""
     sub_slices: int = 2
-    """flash: parts of a rank's slice, 1 to 16; from 2 on a ring adds inside the products."""
+    """flash: parts of a rank's slice, 1 to 16; from 2 on a ring adds inside the products. Groups
+    of heads around an attention."""
     calibration: str | None = None
     """auto: the file that `leangrpo overlap measure --calibrate FILE` writes on this machine."""
 
@@ -324,6 +343,7 @@ class RunConfig:
     wandb: bool = False
     """Also log to Weights & Biases."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

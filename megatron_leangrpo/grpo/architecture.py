@@ -2,7 +2,7 @@
 """Which transformer a run trains: the architecture of its base or preset, and its weights."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ import torch
 from megatron_leangrpo import platform
 from megatron_leangrpo.checkpoint.starting import check_architecture, check_tensors, find_weights
 from megatron_leangrpo.checkpoint.training import load_weights
-from megatron_leangrpo.config import RunConfig
+from megatron_leangrpo.config import LoraConfig, RunConfig
+from megatron_leangrpo.grpo.adaptation import Adaptation, find_adaptation, is_adapted
 from megatron_leangrpo.grpo.assets import resolve_asset
 from megatron_leangrpo.models.common.config import TransformerSettings
 from megatron_leangrpo.models.common.weights import (
@@ -53,6 +54,7 @@ class Architecture:
     """Checkpoint whose weights replace those of the base."""
     expert_offload: bool = False
     """Of two experts the idle one's weights may be in host memory."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     def build_model(self, device: torch.device) -> torch.nn.Module:
         """Build this rank's share of the transformer and fill it with weights (a collective).
@@ -69,11 +71,35 @@ class Architecture:
             initialise(model, self.weight_rules, self.seed)
         else:
             load_full_tensors(model, self.weight_rules, self._tensors())
+        if self.adaptation is not None:
+            self.adaptation.attach(model, self.weight_rules, self.seed)
         return model
+
+    @cached_property
+    def adaptation(self) -> Adaptation | None:
+        """The adapters that are trained in place of the weights; ``ValueError`` as they say."""
+        if not is_adapted(self.lora):
+            return None
+        has_original = self.family.original is not None and self.config.experts == 1
+        return find_adaptation(
+            self.lora,
+            self.family.lora_targets,
+            self.on_meta,
+            self.weight_rules,
+            self.family.original.weight_rules(self.config) if has_original else (),
+        )
+
+    def trained_rules(self, model: torch.nn.Module) -> Sequence[Rule]:
+        """The table of what is trained: all weights, or the adapters under PEFT's names."""
+        if self.adaptation is None:
+            return self.weight_rules
+        from megatron_leangrpo.models.common.lora import adapter_rules
+
+        return adapter_rules(model)
 
     def export_gradients(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Full gradients under diffusers' names, on every rank (a collective)."""
-        return full_tensors(unwrapped(model), self.weight_rules, gradient_of)
+        return full_tensors(unwrapped(model), self.trained_rules(model), gradient_of)
 
     def check_weights(self) -> None:
         """Raise ``ValueError`` where the stored tensors are not those of the model, by name."""
@@ -165,7 +191,14 @@ def resolve_architecture(config: RunConfig, needs_weights: bool = True) -> Archi
     guidance = model.guidance_scale if architecture.guidance_embeds else None
     _check_expert_settings(config, architecture)
     return Architecture(
-        family, architecture, base, guidance, config.seed, weights, model.expert_offload
+        family,
+        architecture,
+        base,
+        guidance,
+        config.seed,
+        weights,
+        model.expert_offload,
+        config.lora,
     )
 
 

@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 from megatron_leangrpo.config import RunConfig
+from megatron_leangrpo.grpo.adaptation import check_lora
 from megatron_leangrpo.grpo.advantages import CONVENTIONS
 from megatron_leangrpo.grpo.architecture import DTYPES
 from megatron_leangrpo.grpo.optimization import check_dtype
@@ -18,6 +19,7 @@ _AT_LEAST = {
     "model.max_text_tokens": 1,
     "sampling.num_frames": 1,
     "sampling.cfg_scale": 1,
+    "lora.rank": 0,
     "parallel.timeout_seconds": 1,
     "parallel.context_parallel_size": 1,
     "grpo.iterations": 1,
@@ -70,6 +72,7 @@ def check_bounds(config: RunConfig) -> None:
         raise ValueError(f"grpo.jagg_frac = {config.grpo.jagg_frac} must be between 0 and 1")
     if config.optimizer.adam_eps == 0:
         raise ValueError("optimizer.adam_eps = 0 must be above 0, such as 1e-8")
+    check_lora(config.lora, config.grpo.reference_offload)
 
 
 def check_training(config: RunConfig) -> None:

@@ -27,7 +27,7 @@ from megatron_leangrpo.grpo.inputs import (
 from megatron_leangrpo.grpo.iteration import IterationRunner
 from megatron_leangrpo.grpo.objective import Objective
 from megatron_leangrpo.grpo.policy import Policy
-from megatron_leangrpo.grpo.reference import frozen_copy
+from megatron_leangrpo.grpo.reference import reference_of
 from megatron_leangrpo.grpo.rollout import RolloutSettings, sigma_schedule
 from megatron_leangrpo.grpo.routing import JaggRouter
 from megatron_leangrpo.grpo.run_reward import build_run_reward
@@ -118,7 +118,7 @@ def build_experiment(config: RunConfig) -> Experiment:
         policy = GuidedPolicy(policy, guidance_of(config, architecture, negative))
     reference = None
     if objective.kl_beta > 0:
-        reference = frozen_copy(policy, config.grpo.reference_offload)
+        reference = reference_of(policy, config.grpo.reference_offload)
     return Experiment(
         config=config,
         architecture=architecture,

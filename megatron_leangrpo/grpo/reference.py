@@ -1,14 +1,37 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""The reference policy of a KL term: a frozen copy of the weights the run started from."""
+"""The reference policy of a KL term: the weights the run started from, or the adapters' base."""
 
 import copy
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_leangrpo import platform
 from megatron_leangrpo.grpo.policy import Policy
+from megatron_leangrpo.models.common.lora import adapters_off, has_adapters
 from megatron_leangrpo.models.experts import transformers_of
+
+
+def reference_of(policy: Policy, offload: bool = False) -> Policy:
+    """The reference of a policy before its first update.
+
+    Where adapters are trained it is the policy's own base: no weights are copied.
+    """
+    if has_adapters(policy.model):
+        return policy.over(WithoutAdapters(policy.model))
+    return frozen_copy(policy, offload)
+
+
+class WithoutAdapters:
+    """The base of an adapted model as a model of its own; no graph runs through it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, *inputs: Any, **named: Any) -> torch.Tensor:
+        with torch.no_grad(), adapters_off(self.model):
+            return self.model(*inputs, **named)
 
 
 def frozen_copy(policy: Policy, offload: bool = False) -> Policy:

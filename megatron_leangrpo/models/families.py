@@ -77,6 +77,8 @@ class ModelFamily:
     """The VAE's `config.json` to the strides of a configuration; ``KeyError`` where it has none."""
     pipeline_fields: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda index: {}
     """A pipeline's `model_index.json` to those fields of a configuration that it holds."""
+    lora_targets: tuple[str, ...] = ()
+    """The projections that published LoRA recipes adapt, by the ends of diffusers' names."""
 
 
 def family_names() -> list[str]:

@@ -51,4 +51,8 @@ FAMILY = ModelFamily(
         Part("text_encoder_2", "d_model", "joint_attention_dim"),
     ),
     vae_strides=lambda vae: {"spatial_stride": 2 ** (len(vae["block_out_channels"]) - 1)},
+    # Flow-GRPO's: all of the double blocks, and q, k, v of the single ones.
+    lora_targets=tuple(f"attn.to_{part}" for part in ("q", "k", "v", "out.0", "add_out"))
+    + tuple(f"attn.add_{part}_proj" for part in "qkv")
+    + tuple(f"{ff}.net.{part}" for ff in ("ff", "ff_context") for part in ("0.proj", "2")),
 )

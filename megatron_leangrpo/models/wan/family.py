@@ -66,4 +66,6 @@ FAMILY = ModelFamily(
     ),
     vae_strides=_vae_strides,
     pipeline_fields=_pipeline_fields,
+    # Flow-GRPO's.
+    lora_targets=("to_q", "to_k", "to_v", "to_out.0"),
 )
