@@ -15,7 +15,9 @@ from megatron_leangrpo.grpo.experiment import Experiment
 from megatron_leangrpo.grpo.exporting import transformer_config
 from megatron_leangrpo.grpo.iteration import IterationResult
 from megatron_leangrpo.grpo.optimization import build_optimization
+from megatron_leangrpo.grpo.placement import Wave
 from megatron_leangrpo.grpo.run_report import RunReport
+from megatron_leangrpo.operations.stop import StopRequested, StopSignal
 from megatron_leangrpo.overlap.choice import choices
 from megatron_leangrpo.overlap.commands import print_choices
 from megatron_leangrpo.reporting.memory import peak_memory_bytes
@@ -47,7 +49,8 @@ class Trainer:
                 experiment.policy.model, config.optimizer.ema_decay, config.optimizer.ema_interval
             )
         self.saver = CheckpointSaver(report.directory.checkpoints, config.checkpoint.keep)
-        self.first_iteration = 0
+        self.stop = StopSignal()
+        self.first_iteration = self.done = 0
 
     @property
     def state(self) -> TrainingState:
@@ -80,7 +83,7 @@ class Trainer:
             console.line(f"{directory.path} has no checkpoint yet: starting at iteration 1")
             return
         state = self.state
-        self.first_iteration = load_checkpoint(found.checkpoint, state)
+        self.first_iteration = self.done = load_checkpoint(found.checkpoint, state)
         self.runner.router.load_state(state.window_scores)
         console.line(f"resumed after iteration {self.first_iteration}: {found.checkpoint}")
 
@@ -92,6 +95,7 @@ class Trainer:
                 f"this run has finished its {iterations} iterations; raise grpo.iterations to go on"
             )
             return {}
+        self.stop.install()
         self.report.start(self.first_iteration)
         if self.first_iteration == 0:
             self.report.evaluation(0, self._evaluate())
@@ -99,17 +103,34 @@ class Trainer:
             with self.report.console.progress("training", iterations) as advance:
                 advance(self.first_iteration)
                 for iteration in range(self.first_iteration, iterations):
+                    self.stop.check()
                     self._run_iteration(iteration)
                     advance(1)
+        except StopRequested:
+            self._save_before_stopping()
+            return {}
         except BaseException:
             self.saver.wait()
             raise
         self.saver.finish()
         return self.report.finish(seconds=time.perf_counter() - start)
 
+    def _save_before_stopping(self) -> None:
+        """Save the last whole iteration, unless that has been begun, and say what follows."""
+        done, interval = self.done, self.config.checkpoint.interval
+        if interval >= 0 and done > self.first_iteration and not self._saves_after(done):
+            self.saver.start(self.state, done)
+        self.saver.finish()
+        follows = (
+            "nothing was saved (checkpoint.interval = -1)"
+            if interval < 0
+            else f"--checkpoint.resume=auto --output={self.report.directory.path} continues"
+        )
+        self.report.console.line(f"stopped by SIGTERM after iteration {done}; {follows}")
+
     def _run_iteration(self, iteration: int) -> None:
         metrics = self._train(iteration)
-        done = iteration + 1
+        done = self.done = iteration + 1
         evaluation = self._evaluate() if self._evaluates_after(done) else None
         self.report.iteration(done, metrics, evaluation)
         if iteration == self.first_iteration and self.config.overlap.mode == "auto":
@@ -123,7 +144,13 @@ class Trainer:
         prompts = self.experiment.sampler.batch(iteration)
         waves = self.runner.count_waves(len(prompts))
         with self.report.console.progress(f"iteration {iteration + 1}", waves) as advance:
-            self.runner.on_wave = lambda wave: advance(1)
+
+            def after_wave(wave: Wave) -> None:
+                advance(1)
+                # The weights are still those of the last iteration: its rollout can be given up.
+                self.stop.check()
+
+            self.runner.on_wave = after_wave
             result = self.runner.run(iteration, prompts, self._apply_update)
         return self._metrics(result)
 
