@@ -87,7 +87,6 @@ def load_checkpoint(checkpoint: Path, state: TrainingState) -> int:
     manifest = read_manifest(checkpoint)
     state.window_scores = manifest.window_scores
     own_settings = _group_settings(state.optimizer)
-    _create_optimizer_state(state.optimizer)
     with platform.host_mode():
         loaded = _read(sharded_state(state, loading=True), checkpoint)
         state.model.load_state_dict(loaded["model"])
@@ -160,6 +159,7 @@ def load_weights(checkpoint: Path, model: torch.nn.Module, average: bool) -> Non
 def sharded_state(state: TrainingState, loading: bool) -> dict[str, Any]:
     """Everything of a run that a checkpoint holds, in megatron's terms (a collective)."""
     model = sharded_parameters(state.model)
+    _create_optimizer_state(state.optimizer)
     optimizer = state.optimizer.sharded_state_dict(
         model, is_loading=loading, metadata=_OPTIMIZER_FORMAT
     )
@@ -177,7 +177,10 @@ def _torch_adams(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
 
 
 def _create_optimizer_state(optimizer: Any) -> None:
-    """Give torch's Adam the state a checkpoint is read into; megatron-core leaves out `step`."""
+    """Give torch's Adam the state that a checkpoint holds where it has taken no step yet.
+
+    megatron-core leaves out `step`, and an expert that was never trained has nothing.
+    """
     for _, adam in _torch_adams(optimizer):
         for parameter in (p for group in adam.param_groups for p in group["params"]):
             if not adam.state[parameter]:
@@ -202,6 +205,10 @@ def _load_optimizer(optimizer: Any, loaded: dict[str, Any]) -> None:
     Its distributed optimizer looks for a `step` among the sharded tensors, where it has not put it,
     and gives all parameters one `step` tensor, which Adam would then advance once for each.
     """
+    if hasattr(optimizer, "experts"):
+        for name, expert in optimizer.experts.items():
+            _load_optimizer(expert, loaded[name])
+        return
     adams = [(part, adam) for part, adam in _torch_adams(optimizer) if "param_state" in loaded]
     if not adams:
         optimizer.load_state_dict(loaded)

@@ -6,12 +6,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_leangrpo import platform
+from megatron_leangrpo.checkpoint.stored import StoredTensors
 from megatron_leangrpo.grpo.experiment import Experiment
 from megatron_leangrpo.grpo.optimization import build_optimization
 from megatron_leangrpo.grpo.schedules import ReplaySchedule
@@ -137,6 +139,44 @@ def test_an_update_that_trains_one_leaves_the_other_as_it_was(prompts, sharded, 
         torch.testing.assert_close(after[1][idle], before[1][idle], rtol=0, atol=0)
         assert after[1][trained][1] == before[1][trained][1] + 1
     assert optimization.updates == 3
+
+
+def test_a_resumed_run_goes_on_with_both(prompts, tmp_path):
+    """Killed after updates of the first one alone: the second one's moments are still none."""
+    config = tiny.tiny_config(
+        prompts,
+        **tiny.merged(
+            EXPERTS,
+            {
+                "model": {"expert_boundary": 0.85},
+                "sampling": {
+                    "num_steps": 5,
+                    "step_selection": "progressive",
+                    "window_size": 1,
+                    "window_interval": 1,
+                    "window_stride": 1,
+                },
+                "grpo": {"iterations": 3},
+                "optimizer": {"ema_decay": 0.9, "ema_interval": 1},
+                "checkpoint": {"interval": 1},
+            },
+        ),
+    )
+    recipe = tiny.write_recipe(config, tmp_path)
+    whole, parts = (str(tmp_path / name) for name in ("whole", "parts"))
+    tiny.train_command(recipe, [f"--output={whole}"])
+    tiny.train_command(recipe, [f"--output={parts}"], killed_in=3)
+    tiny.train_command(recipe, [f"--output={parts}", "--checkpoint.resume=true"])
+    rows = tiny.metrics_rows(whole)
+    assert [row["grad_norm_high"] > 0 for row in rows] == [True, True, False]
+    assert [row["grad_norm_low"] > 0 for row in rows] == [False, False, True]
+    stored = [
+        StoredTensors(Path(run) / "checkpoints" / "step_000003", average)
+        for average in (False, True)
+        for run in (whole, parts)
+    ]
+    for one, other in (stored[:2], stored[2:]):
+        assert len(one) and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("schedule", ["replay", "retain", "reweight"])

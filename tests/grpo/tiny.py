@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -253,11 +254,10 @@ def train_command(
         mock.patch.object(IterationRunner, "run", run_or_die),
         mock.patch.object(run_report, "save_curves"),
     ):
-        try:
+        with contextlib.suppress(Killed):
             commands.train(recipe, list(overrides))
-        except Killed:
-            # The lock on the run directory goes with the run's objects.
-            gc.collect()
+        # The lock on the run directory goes with the run's objects, and those with the traceback.
+        gc.collect()
     return prompts_used
 
 
