@@ -104,15 +104,15 @@ class CheckpointSaver:
 
         def run() -> None:
             try:
-                self._write(snapshot, manifest)
+                checkpoint = self._write(snapshot, manifest)
             except Exception as error:
                 free = shutil.disk_usage(self.folder).free
                 space = f"about {needed >> 20} MiB are needed and {free >> 20} MiB free there"
                 self._error = f"{what}: {first_line(error)} ({space})"
                 return
             try:
-                if afterwards is not None and platform.is_logging_rank():
-                    afterwards(step_folder(self.folder, iteration))
+                if afterwards is not None and checkpoint is not None:
+                    afterwards(checkpoint)
             except Exception as error:
                 self._error = str(error) if type(error) is ValueError else first_line(error)
 
@@ -162,21 +162,23 @@ class CheckpointSaver:
         self._error = None
         return bytes(message.tolist()).rstrip(b"\0").decode("utf-8", errors="ignore")
 
-    def _write(self, snapshot: _Snapshot, manifest: Manifest) -> None:
+    def _write(self, snapshot: _Snapshot, manifest: Manifest) -> Path | None:
+        """Write this rank's share; on the first rank, return the checkpoint when it is whole."""
         temporary = self._temporary
         note = _write_files(temporary, snapshot, self._stop)
         atomic_write(temporary / _NOTE.format(rank=platform.rank()), json.dumps(note))
         if not platform.is_logging_rank():
-            return
+            return None
         notes = [temporary / _NOTE.format(rank=rank) for rank in range(platform.world_size())]
         while not all(path.exists() for path in notes):
             if self._stop.wait(_SECONDS_BETWEEN_LOOKS):
-                return
+                return None
         files = _describe(temporary, notes, snapshot.metadata)
         write_manifest(temporary, dataclasses.replace(manifest, files=files))
         sync(temporary)
-        publish(self.folder, manifest.iteration)
+        checkpoint = publish(self.folder, manifest.iteration)
         prune(self.folder, self.keep)
+        return checkpoint
 
 
 def _snapshot(sharded: dict[str, Any], temporary: Path) -> _Snapshot:

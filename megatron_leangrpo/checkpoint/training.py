@@ -89,7 +89,7 @@ def load_checkpoint(checkpoint: Path, state: TrainingState) -> int:
     own_settings = _group_settings(state.optimizer)
     with platform.host_mode():
         loaded = _read(sharded_state(state, loading=True), checkpoint)
-        state.model.load_state_dict(loaded["model"])
+        state.model.load_state_dict(loaded["model"], strict=False)
         _load_optimizer(state.optimizer, loaded["optimizer"])
         # The run's own settings win over the stored ones (learning rates, betas, epsilon), and of
         # the schedule only the position is taken over.
@@ -147,9 +147,9 @@ def load_weights(checkpoint: Path, model: torch.nn.Module, average: bool) -> Non
     wrong = damage_on_any_rank(checkpoint)
     if wrong is not None:
         raise ValueError(f"checkpoint {checkpoint} is damaged: {wrong}")
-    weights = sharded_parameters(model)
+    weights = _trained(model)
     if average:
-        values = {name: p.detach() for name, p in model.named_parameters()}
+        values = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
         weights = _average_shards(weights, values)
     with platform.host_mode():
         loaded = _read({"weights": weights}, checkpoint)["weights"]
@@ -158,7 +158,7 @@ def load_weights(checkpoint: Path, model: torch.nn.Module, average: bool) -> Non
 
 def sharded_state(state: TrainingState, loading: bool) -> dict[str, Any]:
     """Everything of a run that a checkpoint holds, in megatron's terms (a collective)."""
-    model = sharded_parameters(state.model)
+    model = _trained(state.model)
     _create_optimizer_state(state.optimizer)
     optimizer = state.optimizer.sharded_state_dict(
         model, is_loading=loading, metadata=_OPTIMIZER_FORMAT
@@ -167,6 +167,12 @@ def sharded_state(state: TrainingState, loading: bool) -> dict[str, Any]:
     if state.average is not None:
         result["average"] = _average_shards(model, state.average)
     return result
+
+
+def _trained(model: torch.nn.Module) -> dict[str, Any]:
+    """What a run trains, sharded; a frozen base under adapters is where the run found it."""
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    return {name: shard for name, shard in sharded_parameters(model).items() if name in trained}
 
 
 def _torch_adams(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Optimizer]]:

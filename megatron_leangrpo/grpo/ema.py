@@ -23,7 +23,7 @@ class WeightAverage:
         self.cap, self.interval = cap, interval
         self.values = {
             name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
-            for name, p in model.named_parameters()
+            for name, p in _trained(model)
         }
 
     @torch.no_grad()
@@ -32,14 +32,14 @@ class WeightAverage:
         if (updates + 1) % self.interval:
             return
         decay = ema_decay(updates, self.cap)
-        for name, parameter in model.named_parameters():
+        for name, parameter in _trained(model):
             value = self.values[name]
             value.lerp_(parameter.detach().to(value.dtype), 1 - decay)
 
     @contextmanager
     def applied(self, model: torch.nn.Module) -> Iterator[None]:
         """Put the average in place of the live weights for the time of the context."""
-        live = {name: p.detach().clone() for name, p in model.named_parameters()}
+        live = {name: p.detach().clone() for name, p in _trained(model)}
         try:
             self._copy_into(model, self.values)
             yield
@@ -48,5 +48,9 @@ class WeightAverage:
 
     @torch.no_grad()
     def _copy_into(self, model: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
-        for name, parameter in model.named_parameters():
+        for name, parameter in _trained(model):
             parameter.copy_(values[name])
+
+
+def _trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    return ((name, p) for name, p in model.named_parameters() if p.requires_grad)

@@ -14,6 +14,7 @@ from megatron_leangrpo.config import EvaluationConfig
 from megatron_leangrpo.diffusion.sampler import rollout
 from megatron_leangrpo.diffusion.selection import DETERMINISTIC
 from megatron_leangrpo.diffusion.sigmas import SigmaSchedule
+from megatron_leangrpo.grpo.intervals import Interval, mean_over_prompts
 from megatron_leangrpo.grpo.policy import Policy
 from megatron_leangrpo.grpo.scoring import Scorer
 from megatron_leangrpo.models.experts import idle_in_host
@@ -23,14 +24,24 @@ from megatron_leangrpo.reporting.pictures import Sample
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over all samples, and the first pictures for a grid."""
+    """Means over all samples, what they are means of, and the first pictures for a grid."""
 
     reward_mean: float
     rewards: dict[str, float]
+    total: Interval
+    """Of the weighted sum, over prompts."""
+    intervals: dict[str, Interval]
+    """Of each reward."""
     correct: float | None
     """Share that every reward with a verdict calls right."""
+    prompt_ids: list[int]
+    """Of each sample, which are the rows of what follows."""
+    scores: torch.Tensor
+    """[samples, rewards] in float64, NaN where a reward has failed."""
+    inspected: torch.Tensor | None
+    """[samples, numbers]: what `inspect` gave; only the logging rank has all."""
     samples: list[Sample]
-    """The first pictures, sample by sample, prompts in order; only the logging rank has all."""
+    """The first ones, sample by sample, prompts in order; only the logging rank has all."""
 
 
 class Evaluator:
@@ -52,40 +63,62 @@ class Evaluator:
         self.items = [(p, sample) for sample in range(config.samples_per_prompt) for p in chosen]
 
     @torch.no_grad()
-    def run(self, on_batch: Callable[[int], None] = lambda images: None) -> Evaluation:
-        """Evaluate the policy's current weights (a collective); `on_batch` reports progress."""
+    def run(
+        self,
+        on_batch: Callable[[int], None] = lambda images: None,
+        inspect: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> Evaluation:
+        """Evaluate the policy's current weights (a collective); `on_batch` reports progress.
+
+        `inspect` makes numbers `[b, numbers]` of decoded samples.
+        """
         scorer, shown = self.scorer, min(self.config.grid_images, len(self.items))
-        device = platform.device()
-        sums = torch.zeros(len(scorer.names) + 2, dtype=torch.float64)
-        images = torch.zeros(shown, 3, scorer.height, scorer.width, dtype=torch.uint8)
-        verdicts = torch.zeros(shown, 2, dtype=torch.float64)
+        table = torch.zeros(len(self.items), len(scorer.names) + 1, dtype=torch.float64)
+        images = torch.zeros(shown, *scorer.sample_shape, dtype=torch.uint8)
+        inspected = None
+        if inspect is not None:
+            numbers = inspect(torch.zeros(1, *scorer.sample_shape)).shape[1]
+            inspected = torch.zeros(len(self.items), numbers)
         own = range(platform.dp_rank(), len(self.items), platform.dp_size())
         for start in range(0, len(own), self.config.micro_batch_size):
-            batch = own[start : start + self.config.micro_batch_size]
+            batch = list(own[start : start + self.config.micro_batch_size])
             rewards, correct, pictures = scorer.score(
                 self._sample(batch), [self.items[i][0] for i in batch]
             )
-            rows = torch.cat([rewards, correct[:, None], torch.ones_like(correct[:, None])], dim=1)
-            sums += rows[rewards.isfinite().all(dim=1)].sum(dim=0)
-            for row, index in enumerate(batch):
-                if index < shown and pictures is not None:
-                    images[index] = (pictures[row] * 255).round().to(torch.uint8)
-                    verdicts[index, 0] = rewards[row] @ torch.tensor(scorer.weights).double()
-                    verdicts[index, 1] = correct[row]
+            table[batch] = torch.cat([rewards, correct[:, None]], dim=1)
+            if pictures is not None:
+                if inspected is not None:
+                    inspected[batch] = inspect(pictures).float().cpu()
+                for index, picture in zip(batch, pictures):
+                    if index < shown:
+                        images[index] = (picture * 255).round().to(torch.uint8)
             on_batch(len(batch))
-        sums, images, verdicts = (t.to(device) for t in (sums, images, verdicts))
-        for tensor in (sums, images, verdicts):
-            dist.all_reduce(tensor, group=platform.dp_group())
-        means = (sums[:-1] / sums[-1]).tolist()
-        rewards = dict(zip(scorer.names, means, strict=False))
+        table, images = _sum_over_ranks(table), _sum_over_ranks(images)
+        inspected = None if inspected is None else _sum_over_ranks(inspected)
+        return self._summarize(table, inspected, images)
+
+    def _summarize(
+        self, table: torch.Tensor, inspected: torch.Tensor | None, images: torch.Tensor
+    ) -> Evaluation:
+        names, weights = self.scorer.names, torch.tensor(self.scorer.weights).double()
+        scores, correct = table[:, :-1], table[:, -1].tolist()
+        means = table[scores.isfinite().all(dim=1)].mean(dim=0)
+        prompt_ids = [prompt.id for prompt, _ in self.items]
         return Evaluation(
-            reward_mean=sum(w * rewards[n] for n, w in zip(scorer.names, scorer.weights)),
-            rewards=rewards,
-            correct=None if math.isnan(means[-1]) else means[-1],
+            reward_mean=float(means[:-1] @ weights),
+            rewards=dict(zip(names, means.tolist(), strict=False)),
+            total=mean_over_prompts(scores @ weights, prompt_ids),
+            intervals={
+                n: mean_over_prompts(column, prompt_ids) for n, column in zip(names, scores.T)
+            },
+            correct=None if means[-1].isnan() else float(means[-1]),
+            prompt_ids=prompt_ids,
+            scores=scores,
+            inspected=inspected,
             samples=[
-                Sample(image / 255, prompt.text, reward, None if math.isnan(right) else bool(right))
-                for image, (prompt, _), (reward, right) in zip(
-                    images.cpu(), self.items[:shown], verdicts.tolist()
+                Sample(image, prompt.text, reward, None if math.isnan(right) else bool(right))
+                for image, (prompt, _), reward, right in zip(
+                    images, self.items, (scores @ weights).tolist(), correct, strict=False
                 )
             ],
         )
@@ -110,3 +143,9 @@ class Evaluator:
                 [DETERMINISTIC] * len(items),
                 noise=lambda step: torch.zeros_like(x),
             )
+
+
+def _sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.to(platform.device())
+    dist.all_reduce(tensor, group=platform.dp_group())
+    return tensor.cpu()

@@ -48,7 +48,9 @@ class RunReport:
             "iteration": iteration,
             "reward": _number_or_none(evaluation.reward_mean),
             "correct": evaluation.correct,
+            "half_width": evaluation.total.half_width,
             "rewards": {n: _number_or_none(value) for n, value in evaluation.rewards.items()},
+            "half_widths": {n: i.half_width for n, i in evaluation.intervals.items()},
         }
         self.evaluations[iteration] = row
         self.console.line(

@@ -3,6 +3,8 @@
 
 import contextlib
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from megatron_leangrpo import platform
@@ -12,11 +14,13 @@ from megatron_leangrpo.checkpoint.training import TrainingState, find_newest, lo
 from megatron_leangrpo.grpo.ema import WeightAverage
 from megatron_leangrpo.grpo.evaluation import Evaluation
 from megatron_leangrpo.grpo.experiment import Experiment
-from megatron_leangrpo.grpo.exporting import transformer_config
+from megatron_leangrpo.grpo.exporting import can_export, export_checkpoint, transformer_config
 from megatron_leangrpo.grpo.iteration import IterationResult
+from megatron_leangrpo.grpo.model_card import model_card
 from megatron_leangrpo.grpo.optimization import build_optimization
 from megatron_leangrpo.grpo.placement import Wave
 from megatron_leangrpo.grpo.run_report import RunReport
+from megatron_leangrpo.models.common.lora import has_adapters
 from megatron_leangrpo.operations.stop import StopRequested, StopSignal
 from megatron_leangrpo.overlap.choice import choices
 from megatron_leangrpo.overlap.commands import print_choices
@@ -49,6 +53,7 @@ class Trainer:
                 experiment.policy.model, config.optimizer.ema_decay, config.optimizer.ema_interval
             )
         self.saver = CheckpointSaver(report.directory.checkpoints, config.checkpoint.keep)
+        self._can_export = can_export(experiment.architecture)
         self.stop = StopSignal()
         self.first_iteration = self.done = 0
 
@@ -138,7 +143,8 @@ class Trainer:
         self.saver.poll()
         if self._saves_after(done):
             reward = None if evaluation is None else evaluation.reward_mean
-            self.saver.start(self.state, done, reward)
+            exports = self._exports_after(done)
+            self.saver.start(self.state, done, reward, self._export(done) if exports else None)
 
     def _train(self, iteration: int) -> dict[str, Any]:
         prompts = self.experiment.sampler.batch(iteration)
@@ -182,11 +188,34 @@ class Trainer:
             return self.evaluator.run(advance)
 
     def _evaluates_after(self, done: int) -> bool:
-        interval = self.config.evaluation.interval
-        return done == self.config.grpo.iterations or (interval > 0 and done % interval == 0)
+        return self._is_due(done, self.config.evaluation.interval)
 
     def _saves_after(self, done: int) -> bool:
         interval = self.config.checkpoint.interval
         if interval < 0:
             return False
+        return self._is_due(done, interval) or self._exports_after(done)
+
+    def _exports_after(self, done: int) -> bool:
+        interval = self.config.checkpoint.export_interval
+        return interval >= 0 and self._is_due(done, interval) and self._can_export
+
+    def _is_due(self, done: int, interval: int) -> bool:
         return done == self.config.grpo.iterations or (interval > 0 and done % interval == 0)
+
+    def _export(self, done: int) -> Callable[[Path], None]:
+        """What the saver calls with the checkpoint after that many iterations."""
+        model, architecture = self.experiment.policy.model, self.experiment.architecture
+        card = model_card(
+            self.config,
+            architecture,
+            done,
+            platform.world_size(),
+            self.report.evaluations,
+            adapter=has_adapters(model),
+        )
+        folder = self.report.directory.export / f"step_{done:06d}"
+        average = self.average is not None
+        return lambda checkpoint: export_checkpoint(
+            checkpoint, folder, architecture, model, average, card
+        )
