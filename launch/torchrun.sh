@@ -68,6 +68,8 @@ whole_number GPUS_PER_NODE "$GPUS_PER_NODE" 1
 
 # Ranks that share cores are many times slower with threads of their own.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# torch's sockets warn about addresses without a name, which is nobody's concern.
+export TORCH_CPP_LOG_LEVEL="${TORCH_CPP_LOG_LEVEL:-ERROR}"
 
 if [[ "$NNODES" == 1 ]]; then
   # The system chooses a free port, so that runs on one machine never meet.
@@ -90,6 +92,9 @@ else
     exit 2
   read -r interface address <<<"$found"
   export GLOO_SOCKET_IFNAME="$interface"
+  # A store for each round of ranks: the one that rounds would share keeps the addresses of ranks
+  # that have died, and the first rank may move to another node.
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
   # NCCL would take a prefix; = makes it that interface and no other.
   export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-=$interface}"
   if [[ -z "${RUN_ID:-}" ]]; then

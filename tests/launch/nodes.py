@@ -48,9 +48,7 @@ class Node:
         self, command: Sequence[str], environment: Mapping[str, str], log: Path, cwd: Path
     ) -> subprocess.Popen[str]:
         """Start a command in the node; its output is added to a file."""
-        inside = (
-            f'hostname {self.host}; mount --bind {self.hosts} /etc/hosts; exec "$@"'  # fmt: skip
-        )
+        inside = f'hostname {self.host}; mount --bind {self.hosts} /etc/hosts; exec "$@"'
         with log.open("a") as output:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", self.name, "unshare", "--mount", "--uts",
