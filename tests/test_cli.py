@@ -114,7 +114,8 @@ def test_a_bad_setting_is_refused_by_name_and_value(leangrpo, recipe, case):
         (["compare", "RECIPE", "--grpo.updates_per_rollout=3"], ["updates_per_rollout = 3"]),
         (["sample", "RECIPE", "--checkpoint", "no"], ["checkpoint no"]),
         (["sample", "RECIPE", "--evaluation.grid_images=0"], ["evaluation.grid_images = 0"]),
-        (["build-tiny", "wan", "--output", "x"], ["'wan'", "'flux'"]),
+        (["build-tiny", "sdxl", "--output", "x"], ["'sdxl'", "'flux'", "'wan'"]),
+        (["build-tiny", "wan", "--output", "x", "--task", "digits"], ["--task digits", "motion"]),
         (["build-tiny", "flux", "--output", "."], ["--output ."]),
     ],
 )
