@@ -288,6 +288,9 @@ class OptimizerConfig:
     """Gradient norm clip; 0 turns it off."""
     use_distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Sum gradients over the data-parallel ranks bucket by bucket beside an update's last backward
+    (replay, retain, and jagg on them; reweight has none left when it knows the gradient)."""
     ema_decay: float = 0.0
     """Cap of the decay of the weight average, min((1 + n) / (10 + n), cap); 0 keeps none."""
     ema_interval: int = 8

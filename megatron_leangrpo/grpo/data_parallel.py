@@ -13,11 +13,16 @@ from megatron_leangrpo.models.experts import Experts, idle_in_host, transformers
 
 
 def wrap_data_parallel(
-    model: torch.nn.Module, use_distributed_optimizer: bool, overlap_grad_reduce: bool = False
+    model: torch.nn.Module,
+    use_distributed_optimizer: bool,
+    overlap_grad_reduce: bool = False,
+    bucket_size: int | None = None,
 ) -> torch.nn.Module:
     """Wrap `model` so that gradients collect in contiguous float32 (or wider) buffers.
 
-    Nothing is reduced during the backwards of an update; `reduce_gradients` does it once.
+    Nothing is reduced during the backwards of an update; `reduce_gradients` does it once. For
+    `EarlyReduction` make it with `overlap_grad_reduce`, in buckets of `bucket_size` numbers or
+    megatron's size.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
@@ -25,6 +30,7 @@ def wrap_data_parallel(
         config = DistributedDataParallelConfig(
             use_distributed_optimizer=use_distributed_optimizer,
             overlap_grad_reduce=overlap_grad_reduce,
+            bucket_size=bucket_size,
             grad_reduce_in_fp32=transformer.config.params_dtype == torch.bfloat16,
         )
         return DistributedDataParallel(transformer.config, config, transformer)

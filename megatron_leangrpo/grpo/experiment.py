@@ -12,7 +12,8 @@ from megatron_leangrpo.conditioning.encoders import Conditioning, TextEncoder
 from megatron_leangrpo.conditioning.prompts import Prompt, PromptSampler
 from megatron_leangrpo.config import GrpoConfig, RunConfig
 from megatron_leangrpo.grpo.architecture import Architecture, resolve_architecture
-from megatron_leangrpo.grpo.data_parallel import wrap_data_parallel
+from megatron_leangrpo.grpo.data_parallel import wrap_data_parallel, wrappers_of
+from megatron_leangrpo.grpo.early_reduction import EarlyReduction
 from megatron_leangrpo.grpo.evaluation import Evaluator
 from megatron_leangrpo.grpo.gradient_buffers import GradientBuffers
 from megatron_leangrpo.grpo.guided import Guidance, GuidedPolicy
@@ -53,6 +54,8 @@ class Experiment:
     scorer: Scorer
     settings: RolloutSettings
     objective: Objective
+    early: EarlyReduction | None
+    """Where gradients are summed beside the last backward of an update."""
 
     def encode(self, prompts: Sequence[str]) -> Conditioning:
         """Encode prompts on the policy's device and dtype, guidance included."""
@@ -78,6 +81,7 @@ class Experiment:
             self.encode,
             self.scorer,
             router,
+            self.early,
         )
 
     def evaluator(self) -> Evaluator:
@@ -119,11 +123,14 @@ def build_experiment(config: RunConfig) -> Experiment:
     reference = None
     if objective.kl_beta > 0:
         reference = reference_of(policy, config.grpo.reference_offload)
+    optimizer = config.optimizer
+    early_reduce = optimizer.overlap_grad_reduce
+    wrapped = wrap_data_parallel(model, optimizer.use_distributed_optimizer, early_reduce)
     return Experiment(
         config=config,
         architecture=architecture,
         policy=policy,
-        model=wrap_data_parallel(model, config.optimizer.use_distributed_optimizer),
+        model=wrapped,
         reference=reference,
         codec=codec,
         encoder=encoder,
@@ -133,6 +140,8 @@ def build_experiment(config: RunConfig) -> Experiment:
         scorer=Scorer(codec, reward, sampling.height, sampling.width, sampling.num_frames),
         settings=settings,
         objective=objective,
+        # Of two experts the one for low noise waits: on some rank the last backward may be its.
+        early=EarlyReduction(wrappers_of(wrapped)[0]) if early_reduce else None,
     )
 
 

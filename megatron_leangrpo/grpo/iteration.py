@@ -8,6 +8,7 @@ Collectives over the data-parallel ranks happen once a wave (rewards) and once a
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,13 +23,14 @@ from megatron_leangrpo.grpo.advantages import (
     needs_all_groups,
 )
 from megatron_leangrpo.grpo.data_parallel import collecting_gradients, reduce_gradients
+from megatron_leangrpo.grpo.early_reduction import EarlyReduction
 from megatron_leangrpo.grpo.jagg_check import GradientCheck
 from megatron_leangrpo.grpo.placement import Group, Placement, Wave, place
 from megatron_leangrpo.grpo.policy import Policy
 from megatron_leangrpo.grpo.reward_table import RewardTable
 from megatron_leangrpo.grpo.rollout import RolloutSettings, roll_out_wave
 from megatron_leangrpo.grpo.routing import WindowRouter
-from megatron_leangrpo.grpo.schedules import ReplaySchedule, Schedule
+from megatron_leangrpo.grpo.schedules import DeferredSchedule, ReplaySchedule, Schedule
 from megatron_leangrpo.grpo.schedules.jagg import single_steps
 from megatron_leangrpo.grpo.scoring import Scorer
 from megatron_leangrpo.grpo.stats import UpdateStats
@@ -54,6 +56,7 @@ class IterationRunner:
         policy: the transformer inside it.
         encode: prompts to conditioning, on the policy's device and dtype.
         router: groups trained steps into the windows of jagg; by default none.
+        early: starts the reduction beside an update's last backward; by default it comes after.
         on_wave: called after each rollout and scoring, for progress.
     """
 
@@ -67,6 +70,7 @@ class IterationRunner:
         encode: Callable[[Sequence[str]], object],
         scorer: Scorer,
         router: WindowRouter | None = None,
+        early: EarlyReduction | None = None,
     ) -> None:
         self.model, self.policy, self.schedule = model, policy, schedule
         self.router = router or WindowRouter()
@@ -74,7 +78,9 @@ class IterationRunner:
         self.encode, self.scorer = encode, scorer
         self.replay = ReplaySchedule(policy, schedule.objective, schedule.reference)
         self.on_wave: Callable[[Wave], None] = lambda wave: None
+        self.early = early
         self._check: GradientCheck | None = None
+        self._around_last: Callable[[], AbstractContextManager] = nullcontext
 
     def place(self, groups: Sequence[Group], iteration: int) -> Placement:
         """Return this rank's waves of an iteration."""
@@ -116,6 +122,8 @@ class IterationRunner:
         for schedule in (self.schedule, self.replay):
             schedule.begin(scale)
         self._check = self._check_of(iteration)
+        reduces_early = self.early is not None and apply_update is not None and not self._check
+        self._around_last = self.early.last_backward if reduces_early else nullcontext
         with collecting_gradients(self.model):
             pending = self._run_waves(placement, groups, iteration, table, timer, stats)
         with timer.phase("update"):
@@ -222,9 +230,11 @@ class IterationRunner:
                     known = advantages.select([table.index(slot)])
                     self.schedule.group_complete(slot.group, known)
             return
+        last = newest.index >= max(w.index for w in placement.waves if w.minibatch == 0)
         for trajectory in ready:
             pending.remove(trajectory)
-            self._backward(self.schedule, trajectory, table, advantages, stats)
+            is_last = last and trajectory is ready[-1]
+            self._backward(self.schedule, trajectory, table, advantages, stats, is_last)
 
     def _replay_update(
         self,
@@ -236,8 +246,10 @@ class IterationRunner:
         """Train an off-policy mini-batch with the true ratio and clip."""
         stats, advantages = UpdateStats(), self._advantages(table)
         with collecting_gradients(self.model):
-            for trajectory in [t for t in pending if t.wave.minibatch == minibatch]:
-                self._backward(self.replay, trajectory, table, advantages, stats)
+            own = [t for t in pending if t.wave.minibatch == minibatch]
+            for trajectory in own:
+                is_last = trajectory is own[-1]
+                self._backward(self.replay, trajectory, table, advantages, stats, is_last)
         return self._finish_update(stats, apply_update)
 
     def _backward(
@@ -247,11 +259,15 @@ class IterationRunner:
         table: RewardTable,
         advantages: Advantages,
         stats: UpdateStats,
+        is_last: bool,
     ) -> None:
         own = advantages.select([table.index(slot) for slot in trajectory.wave.slots])
         if schedule is self.schedule and self._check is not None:
             self._check.keep(trajectory, own)
-        schedule.backward(trajectory, own, stats)
+        if is_last and isinstance(schedule, DeferredSchedule):
+            schedule.backward(trajectory, own, stats, self._around_last)
+        else:
+            schedule.backward(trajectory, own, stats)
 
     def _advantages(self, table: RewardTable) -> Advantages:
         config = self.config

@@ -208,9 +208,9 @@ def _agreements(
     """By case: how far jagg on retain and on reweight are from jagg on replay."""
     results = {}
     for case in cases:
-        sections = {"parallel": {"tensor_model_parallel_size": tensor_parallel}, **CASES[case]}
-        with tiny.overlapped_reduction(overlap):
-            experiment = tiny.start(_config(prompts, **sections))
+        layout = {"tensor_model_parallel_size": tensor_parallel}
+        sections = {"parallel": layout, "optimizer": {"overlap_grad_reduce": overlap}}
+        experiment = tiny.start(_config(prompts, **sections, **CASES[case]))
         if experiment.reference is not None:
             tiny.move_away_from_reference(experiment)
         gradients, shares = {}, []

@@ -171,9 +171,9 @@ def move_away_from_reference(experiment: Experiment) -> None:
             parameter.mul_(1.1)
 
 
-def overlapped_reduction(overlap: bool) -> AbstractContextManager[Any]:
-    """Experiments built inside have megatron's overlapped gradient reduction on or off."""
-    wrap = functools.partial(data_parallel.wrap_data_parallel, overlap_grad_reduce=overlap)
+def buckets_of(numbers: int) -> AbstractContextManager[Any]:
+    """Experiments built inside collect gradients in small buckets."""
+    wrap = functools.partial(data_parallel.wrap_data_parallel, bucket_size=numbers)
     return mock.patch.object(experiment_module, "wrap_data_parallel", wrap)
 
 

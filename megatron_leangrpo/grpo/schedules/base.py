@@ -9,6 +9,7 @@ differentiated there, a longer one (jagg) at its two ends alone. Once the reward
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 import torch
@@ -81,8 +82,10 @@ class Schedule(ABC):
         velocities: list[torch.Tensor],
         loss: Callable[[torch.Tensor, TrainedStep], torch.Tensor],
         retain_graph: bool = False,
+        around_first: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
-        """Run the backwards of a window's ends, the last one first.
+        """Run the backwards of a window's ends, the last one first and the first one, in
+        `around_first()`, last.
 
         `velocities` are those of its ends, graphs attached; `loss(velocity, step)` is `[b]`.
         Between the ends the rollout's velocity counts, which on-policy is the policy's.
@@ -97,7 +100,8 @@ class Schedule(ABC):
         # One by one: in a common backward every weight's gradient of one graph would wait for that
         # of the other, a whole copy of the gradient in the end.
         for velocity, cotangent in reversed(list(zip(velocities, interpolate(window, cotangents)))):
-            torch.autograd.backward(velocity, cotangent, retain_graph=retain_graph)
+            with around_first() if velocity is velocities[0] else nullcontext():
+                torch.autograd.backward(velocity, cotangent, retain_graph=retain_graph)
 
     def _replayed(self, trajectory: WaveTrajectory, window: Window) -> list[torch.Tensor]:
         """Run the forwards of a window's ends again, with gradients."""
@@ -117,9 +121,16 @@ class DeferredSchedule(Schedule):
         """Return the velocities of a window's ends with their graphs attached."""
 
     def backward(
-        self, trajectory: WaveTrajectory, advantages: Advantages, stats: UpdateStats
+        self,
+        trajectory: WaveTrajectory,
+        advantages: Advantages,
+        stats: UpdateStats,
+        around_last: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
-        """Run the backward of every window, the last one first."""
+        """Run the backward of every window, the last one first; the very last in `around_last()`.
+
+        There is none where no advantage gives a signal.
+        """
         values = advantages.values.to(trajectory.latents.device)
         has_kl = self.objective.kl_beta > 0
         has_signal = bool(values.any()) or has_kl
@@ -133,4 +144,6 @@ class DeferredSchedule(Schedule):
         while trajectory.windows:
             window = trajectory.windows.pop()
             if has_signal:
-                self._backward_window(window, self.velocities(trajectory, window), loss)
+                around = nullcontext if trajectory.windows else around_last
+                velocities = self.velocities(trajectory, window)
+                self._backward_window(window, velocities, loss, around_first=around)
