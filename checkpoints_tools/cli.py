@@ -77,12 +77,19 @@ def _add_conversions(commands) -> None:
         "export",
         help="a checkpoint to a diffusers transformer folder",
         description="Write the weights of an imported checkpoint, a checkpoint of a run, or a "
-        "run's newest one as a folder that diffusers' from_pretrained reads.",
+        "run's newest one as a folder that diffusers' from_pretrained reads. Adapters become a "
+        "LoRA file that load_lora_weights reads, or are merged.",
         allow_abbrev=False,
     )
     write.add_argument("--input", metavar="DIR", required=True, help="checkpoint or run directory")
     write.add_argument("--output", metavar="DIR", required=True, help="folder to write or replace")
     write.add_argument("--average", action="store_true", help="the weight average of the run")
+    write.add_argument("--lora", metavar="PATH", help="merge a LoRA file into the weights")
+    write.add_argument(
+        "--merged",
+        action="store_true",
+        help="of a run that trained adapters, the base with them instead of a LoRA file",
+    )
     write.add_argument(
         "--max-shard-size", default="10GB", metavar="SIZE", help="of a file (default: 10GB)"
     )
@@ -123,23 +130,41 @@ def _export(arguments: argparse.Namespace) -> None:
     from checkpoints_tools.exporting import export_weights, parse_size
     from megatron_leangrpo.reporting.console import Console
 
-    source, files = export_weights(
-        arguments.input, arguments.output, arguments.average, parse_size(arguments.max_shard_size)
+    done = export_weights(
+        arguments.input,
+        arguments.output,
+        arguments.average,
+        parse_size(arguments.max_shard_size),
+        arguments.lora,
+        arguments.merged,
     )
-    what = "average weights" if arguments.average else "weights"
-    step = "" if source.step is None else f" after iteration {source.step}"
+    step = "" if done.step is None else f" after iteration {done.step}"
     Console().line(
-        f"{what}{step} of {source.path} in {arguments.output}: {len(source.theirs)} tensors, "
-        f"{len(files)} file{'' if len(files) == 1 else 's'}"
+        f"{done.what}{step} of {done.path} in {arguments.output}: {done.num_tensors} tensors, "
+        f"{len(done.files)} file{'' if len(done.files) == 1 else 's'}"
     )
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    from checkpoints_tools.adapters import find_adapters
     from checkpoints_tools.opening import open_checkpoint
     from checkpoints_tools.verdict import print_comparison, print_forward
     from checkpoints_tools.verifying import compare
     from megatron_leangrpo.reporting.console import Console
 
+    adapters = (
+        find_adapters(arguments.first, "A", arguments.average),
+        find_adapters(arguments.second, "B"),
+    )
+    if any(adapters):
+        if not all(adapters) or arguments.forward:
+            raise ValueError(
+                "A and B: adapters are compared with adapters, by what they change; for --forward, "
+                "or with whole weights, export them merged first"
+            )
+        comparison = compare(*adapters)
+        print_comparison(Console(), comparison)
+        return 0 if comparison.equal else DIFFERENT
     first = open_checkpoint(arguments.first, "A", average=arguments.average)
     second = open_checkpoint(arguments.second, "B")
     if first.family_name != second.family_name:
@@ -156,13 +181,19 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
+    from checkpoints_tools.adapters import describe_adapters, find_adapters
     from checkpoints_tools.inspecting import describe
     from checkpoints_tools.opening import open_checkpoint
-    from checkpoints_tools.verdict import print_description
+    from checkpoints_tools.verdict import print_adapters, print_description
     from megatron_leangrpo.reporting.console import Console
 
-    described = describe(open_checkpoint(arguments.path, "DIR", verified=False))
+    adapters = find_adapters(arguments.path, "DIR", verified=False)
+    if adapters is not None:
+        described, show = describe_adapters(adapters), print_adapters
+    else:
+        described = describe(open_checkpoint(arguments.path, "DIR", verified=False))
+        show = print_description
     if arguments.json:
         print(json.dumps(described, indent=1))
     else:
-        print_description(Console(), described)
+        show(Console(), described)

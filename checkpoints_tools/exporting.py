@@ -4,23 +4,62 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from pathlib import Path
 
-from checkpoints_tools.opening import Checkpoint, open_checkpoint
-from megatron_leangrpo.models.saving import save_transformer_folder
+from checkpoints_tools.adapters import find_adapters, merged_file, merged_run
+from checkpoints_tools.opening import open_checkpoint
+from megatron_leangrpo.models.saving import save_lora_folder, save_transformer_folder
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def export_weights(
-    path: str, output: str, average: bool, max_shard_bytes: int
-) -> tuple[Checkpoint, list[str]]:
-    """Write the weights at `path`, or their average, as `output`; returns them and the file names.
+@dataclass(frozen=True)
+class Exported:
+    """What has been written, and from where."""
 
-    ``ValueError`` for what a user can cause; what is in `output` then stays as it was.
+    what: str
+    path: Path
+    step: int | None
+    num_tensors: int
+    files: list[str]
+
+
+def export_weights(
+    path: str,
+    output: str,
+    average: bool,
+    max_shard_bytes: int,
+    lora: str | None = None,
+    merged: bool = False,
+) -> Exported:
+    """Write the weights at `path`, or their average, as `output`.
+
+    A run that trained adapters is written as a LoRA file, or `merged` into its base; `lora` is a
+    file to merge into whole weights. ``ValueError`` for what a user can cause; what is in `output`
+    then stays as it was.
     """
+    adapters = find_adapters(path, "--input", average)
+    what = "average" if average else ""
+    if adapters is not None:
+        if lora is not None:
+            raise ValueError(f"--lora: --input = {path} holds adapters itself; give their base")
+        if merged:
+            config, weights = merged_run(adapters)
+            files = save_transformer_folder(output, config, weights, max_shard_bytes)
+            what = f"{what} weights with their adapters".strip()
+            return Exported(what, adapters.path, adapters.step, len(weights), files)
+        tensors = dict(adapters.tensors)
+        file = save_lora_folder(output, adapters.projections, tensors)
+        what = f"{what} adapters".strip()
+        return Exported(what, adapters.path, adapters.step, len(tensors), [file.name])
+    if merged:
+        raise ValueError(f"--merged: --input = {path} holds no adapters; give a file as --lora")
     source = open_checkpoint(path, "--input", average=average)
-    files = save_transformer_folder(output, source.config, source.theirs, max_shard_bytes)
-    return source, files
+    weights = source.theirs if lora is None else merged_file(source, lora)
+    files = save_transformer_folder(output, source.config, weights, max_shard_bytes)
+    what = f"{what} weights".strip() + (f" with {lora}" if lora else "")
+    return Exported(what, source.path, source.step, len(weights), files)
 
 
 def parse_size(text: str) -> int:

@@ -6,10 +6,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megatron_leangrpo.config import RunConfig
 from megatron_leangrpo.config_reader import read_config, read_recipe
 from megatron_leangrpo.grpo.assets import resolve_asset
 from megatron_leangrpo.models.families import find_preset, model_family
 from megatron_leangrpo.models.loading import CONFIG, read_transformer_config
+
+
+def run_config(checkpoint: Path, setting: str) -> RunConfig:
+    """The configuration of the run that a checkpoint is of."""
+    recipe = checkpoint.absolute().parent.parent / "config.yaml"
+    if not recipe.is_file():
+        raise ValueError(
+            f"{setting}: {checkpoint} does not say which model it is: there is neither {recipe} "
+            f"nor a {CONFIG} in it; put the transformer's {CONFIG} there"
+        )
+    return read_config(read_recipe(str(recipe)), [])
 
 
 def run_transformer(checkpoint: Path, setting: str) -> tuple[str, dict[str, Any]]:
@@ -17,13 +29,7 @@ def run_transformer(checkpoint: Path, setting: str) -> tuple[str, dict[str, Any]
 
     ``ValueError`` where the run's configuration or its base is not there any more.
     """
-    recipe = checkpoint.absolute().parent.parent / "config.yaml"
-    if not recipe.is_file():
-        raise ValueError(
-            f"{setting}: {checkpoint} does not say which model it is: there is neither {recipe} "
-            f"nor a {CONFIG} in it; put the transformer's {CONFIG} there"
-        )
-    model = read_config(read_recipe(str(recipe)), []).model
+    model = run_config(checkpoint, setting).model
     family = model_family(model.family)
     if model.base is None and family.to_diffusers_config is None:
         raise ValueError(

@@ -62,6 +62,30 @@ def print_description(console: Console, described: dict[str, Any]) -> None:
     console.facts(described["path"], facts)
     for note in described["notes"]:
         console.warning(note)
+    _print_tensors(console, described)
+
+
+def print_adapters(console: Console, described: dict[str, Any]) -> None:
+    """Print what adapters there are, and their tensors."""
+    facts = {
+        "format": described["format"],
+        "adapters": f"{described['projections']} projections, rank "
+        f"{_numbers(described['ranks'])}, alpha {_numbers(described['alphas'])}",
+        "parameters": f"{described['parameters']:,}".replace(",", " "),
+        "size": byte_size(described["bytes"]),
+        "dtypes": ", ".join(f"{n} x {dtype}" for dtype, n in described["dtypes"].items()),
+    }
+    if "base" in described:
+        facts |= {"base": described["base"], "step": str(described["step"])}
+    console.facts(described["path"], facts)
+    _print_tensors(console, described)
+
+
+def _numbers(values: list[float]) -> str:
+    return ", ".join(f"{value:g}" for value in values)
+
+
+def _print_tensors(console: Console, described: dict[str, Any]) -> None:
     console.table(
         ["tensor", "shape", "dtype"],
         [

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
-from checkpoints_tools.opening import Checkpoint
+from megatron_leangrpo.models.common.conversion import TensorSource
 
 _BLOCK = 1 << 24
 
@@ -33,7 +34,15 @@ class Comparison:
         return not (self.only_first or self.only_second or self.shapes or self.values)
 
 
-def compare(first: Checkpoint, second: Checkpoint) -> Comparison:
+class Comparable(Protocol):
+    """Whole weights, or what adapters change."""
+
+    @property
+    def theirs(self) -> TensorSource:
+        """Full tensors under diffusers' names."""
+
+
+def compare(first: Comparable, second: Comparable) -> Comparison:
     """Compare all tensors, one at a time."""
     a, b = first.theirs, second.theirs
     result = Comparison(only_first=sorted(set(a) - set(b)), only_second=sorted(set(b) - set(a)))

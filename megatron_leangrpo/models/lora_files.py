@@ -82,27 +82,14 @@ class Names:
 
 def read_lora(path: str | Path, names: Names, setting: str = "lora.path") -> LoraFile:
     """Read a file or folder; ``ValueError`` unless all of it has a place in the model."""
-    file, config = _find(Path(path), setting)
-    source = WeightFiles(file, setting, wrappers=())
-    _refuse_other_kinds(source, file, setting)
-    configs = read_metadata(file, setting) if config is None else {FIRST: config}
-    for stated in configs.values():
-        check_plain(stated, file, setting)
-    pairs, alphas = _pairs(source, file, setting)
+    found = StoredLora(path, setting)
+    file = found.file
     convert = _converter(names)
     projections: dict[str, LowRank] = {}
     tensors: dict[str, torch.Tensor] = {}
     unknown = []
-    for module, (a_name, b_name) in pairs.items():
-        a, b = source[a_name], source[b_name]
-        if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
-            shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
-            raise ValueError(f"{setting}: {file}: A and B of {module} do not fit: {shapes}")
-        alpha = alphas.get(module)
-        if alpha is None:
-            alpha = stated_alpha(_PREFIX.sub("", module), a.shape[0], configs)
-        low = LowRank(a.shape[0], alpha)
-        parts = convert(module, a, b)
+    for module, low in found.modules.items():
+        parts = convert(module, *found.factors(module))
         if parts is None:
             unknown.append(module)
             continue
@@ -114,6 +101,54 @@ def read_lora(path: str | Path, names: Names, setting: str = "lora.path") -> Lor
             tensors[f"{projection}.{B}"] = own_b.contiguous()
     check_projections(unknown, names.known, f"{setting}: {file}")
     return LoraFile(projections, tensors)
+
+
+class StoredLora:
+    """A file as it is, without a model: its pairs of A and B under the names they have there."""
+
+    def __init__(self, path: str | Path, setting: str) -> None:
+        self.file, config = _find(Path(path), setting)
+        self.tensors = WeightFiles(self.file, setting, wrappers=())
+        _refuse_other_kinds(self.tensors, self.file, setting)
+        configs = read_metadata(self.file, setting) if config is None else {FIRST: config}
+        for stated in configs.values():
+            check_plain(stated, self.file, setting)
+        self._pairs, alphas = _pairs(self.tensors, self.file, setting)
+        self.modules: dict[str, LowRank] = {}
+        """Rank and alpha by name."""
+        for module, (a_name, b_name) in self._pairs.items():
+            a, b = (self.tensors.layout[name].shape for name in (a_name, b_name))
+            if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+                raise ValueError(
+                    f"{setting}: {self.file}: A and B of {module} do not fit: {a} and {b}"
+                )
+            alpha = alphas.get(module)
+            if alpha is None:
+                alpha = stated_alpha(bare_name(module), a[0], configs)
+            self.modules[module] = LowRank(a[0], alpha)
+
+    def names_of(self, module: str) -> tuple[str, str]:
+        """What A and B are called."""
+        return self._pairs[module]
+
+    def factors(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and B."""
+        a_name, b_name = self.names_of(module)
+        return self.tensors[a_name], self.tensors[b_name]
+
+
+def bare_name(module: str) -> str:
+    """A name without what programs put before it."""
+    return _PREFIX.sub("", module)
+
+
+def is_lora(path: Path, setting: str) -> bool:
+    """Whether a path is that of a LoRA file or folder, going by names alone."""
+    if path.is_dir():
+        return any((path / name).is_file() for name in (WEIGHTS, _PEFT_WEIGHTS))
+    if path.suffix != ".safetensors" or not path.is_file():
+        return False
+    return any(re.search(r"lora[_.]|lokr_|hada_", name) for name in WeightFiles(path, setting, ()))
 
 
 def _find(path: Path, setting: str) -> tuple[Path, dict[str, Any] | None]:
@@ -185,7 +220,7 @@ def _converter(names: Names) -> Callable[[str, torch.Tensor, torch.Tensor], Part
         called |= {name: name for name in table}
 
     def convert(module: str, a: torch.Tensor, b: torch.Tensor) -> Parts | None:
-        name = called.get(module) or called.get(_PREFIX.sub("", module))
+        name = called.get(module) or called.get(bare_name(module))
         if name is None or name in names.known:
             return None if name is None else [(name, a, b)]
         rule, position = original[name]

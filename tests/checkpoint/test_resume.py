@@ -36,7 +36,10 @@ LAYOUTS = {
     "dp 2": (2, []),
     "tp 2": (2, ["--parallel.tensor_model_parallel_size=2"]),
     "cp 2": (2, ["--parallel.context_parallel_size=2"]),
+    "adapters": (1, ["--lora.rank=2"]),
+    "adapters, tp 2": (2, ["--lora.rank=2", "--parallel.tensor_model_parallel_size=2"]),
 }
+BIT_FOR_BIT = [layout for layout in LAYOUTS if layout not in ("cp 2", "adapters")]
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +140,7 @@ def assert_bitwise_equal(run: Path, straight: Path) -> None:
         assert (run / picture).read_bytes() == (straight / picture).read_bytes(), name
 
 
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "cp 2"])
+@pytest.mark.parametrize("layout", BIT_FOR_BIT)
 def test_a_killed_run_resumes_bit_for_bit(train, straight, killed, tmp_path, layout):
     """Its iteration 3 is in the metrics but not in a checkpoint."""
     run = train(layout, killed(layout, tmp_path / "run"), RESUME)
@@ -145,10 +148,18 @@ def test_a_killed_run_resumes_bit_for_bit(train, straight, killed, tmp_path, lay
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("tp 2", "alone"), ("alone", "cp 2"), ("cp 2", "tp 2"), ("dp 2", "alone")]
+    ("before", "after"),
+    [
+        ("tp 2", "alone"),
+        ("alone", "cp 2"),
+        ("cp 2", "tp 2"),
+        ("dp 2", "alone"),
+        ("adapters, tp 2", "adapters"),
+    ],
 )
 def test_a_run_resumes_in_another_layout(train, straight, killed, tmp_path, before, after):
-    run, expected = train(after, killed(before, tmp_path / "run"), RESUME), straight("alone")
+    alone = "adapters" if before.startswith("adapters") else "alone"
+    run, expected = train(after, killed(before, tmp_path / "run"), RESUME), straight(alone)
     platform.initialize_distributed()
     assert tiny.worst(final_weights(run), final_weights(expected))[0] < BETWEEN_LAYOUTS
     platform.destroy_distributed()

@@ -108,12 +108,16 @@ def check_names(
 
 
 def initialise(model: torch.nn.Module, rules: Sequence[Rule], seed: int) -> None:
-    """Random weights as torch initialises linears and convolutions, the same in every layout.
+    """Random weights, the same in every layout."""
+    load_full_tensors(model, rules, random_weights(full_shapes(model, rules), seed))
+
+
+def random_weights(shapes: Mapping[str, torch.Size], seed: int) -> NamedDraws:
+    """Weights as torch initialises linears and convolutions.
 
     Norms start as the identity; a table, which is no weight and no bias, is normal with variance
     1 / width.
     """
-    shapes = full_shapes(model, rules)
 
     def draw(name: str, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         if not name.endswith(("weight", "bias")):
@@ -124,7 +128,7 @@ def initialise(model: torch.nn.Module, rules: Sequence[Rule], seed: int) -> None
         bound = math.prod(weight_shape[1:]) ** -0.5
         return tensor.uniform_(-bound, bound, generator=generator)
 
-    load_full_tensors(model, rules, NamedDraws(shapes, seed, draw))
+    return NamedDraws(shapes, seed, draw)
 
 
 def full_tensors(
