@@ -156,28 +156,15 @@ class BlockWriter:
         reduced = self.tape.add("reduced", shard, [out], sent=self.sent(whole))
         return self.tape.add("biased", shard, [reduced], aliases=[reduced])
 
-    def to_heads(self, x: str, packs: int, *streams: int) -> str:
-        """`packs` tensors of this rank's tokens to all tokens of its share of the heads."""
-        return self._exchange(x, self.rows(self.all_tokens(*streams), packs * self.inside))
+    def projected(self, *streams: int) -> int:
+        """Tokens that go on from a projection: a rank alone in its context has all, and no pads."""
+        return sum(streams) if self.layout.context_parallel == 1 else self.padded(*streams)
 
-    def to_tokens(self, x: str, *streams: int) -> str:
-        """Attended tokens back to all heads of this rank's tokens."""
-        return self._exchange(x, self.rows(self.padded(*streams), self.own_hidden))
-
-    def _exchange(self, x: str, size: int) -> str:
-        ranks = self.layout.context_parallel
-        if ranks == 1:
-            return x
-        sent = size * (ranks - 1) / ranks
-        self.tape.exchanged += sent
-        # Both ways what is sent is put in order first.
-        return self.tape.add("exchanged", size, [x], scratch=size, sent=sent)
-
-    def queries_keys(self, qkv: str, tokens: int, heads: int) -> tuple[str, str]:
+    def queries_keys(self, qkv: str, tokens: int) -> tuple[str, str]:
         """Normalised and rotated queries and keys, packed, and the values of a projection."""
-        values = self.rows(tokens, heads * (self.hidden // self.shape.heads))
+        values = self.rows(tokens, self.own_hidden)
         qk, v = self.tape.split(qkv, {"qk": 2 * values, "v": values})
-        return self.normalised(qk, 2 * values, tokens * 2 * heads), v
+        return self.normalised(qk, 2 * values, tokens * 2 * self.own_heads), v
 
     def normalised(self, x: str, size: int, vectors: int) -> str:
         """RMS norm over the heads of packed `vectors`, and rotation."""
@@ -203,11 +190,31 @@ class BlockWriter:
             flops=4.0 * queries * keys * layout.batch * width,
         )
 
-    def packed_attention(self, qk: str, v: str, tokens: int) -> str:
-        """Attention of all tokens to themselves, from packed queries and keys."""
-        size = self.rows(tokens, self.inside)
-        q, k = self.tape.split(qk, {"q": size, "k": size})
-        return self.attention(q, k, v, tokens, tokens, self.inside)
+    def self_attention(self, qk: str, v: str, *streams: int) -> str:
+        """Attention of all tokens to themselves, from and to this rank's projected tokens."""
+        total, inside = sum(streams), self.inside
+        size = self.rows(total, inside)
+        if self.layout.context_parallel == 1:
+            q, k = self.tape.split(qk, {"q": size, "k": size})
+            return self.attention(q, k, v, total, total, inside)
+        tape, own = self.tape, self.heads_inside * self.layout.context_parallel
+        sent = self.rows(self.padded(*streams), own * (self.hidden // self.shape.heads))
+        packed = tape.add("packed", 3 * sent, [qk, v], aliases=[qk, v])
+        whole = self.rows(self.all_tokens(*streams), inside)
+        arrived = self._exchange(packed, 3 * whole)
+        q, k, v = tape.split(arrived, {"q": whole, "k": whole, "v": whole})
+        if whole != size:
+            q, k, v = (tape.add("without pads", size, [x]) for x in (q, k, v))
+        out = self.attention(q, k, v, total, total, inside)
+        if whole != size:
+            out = tape.add("with pads", whole, [out])
+        return tape.add("joined", sent, [self._exchange(out, sent)])
+
+    def _exchange(self, x: str, size: int) -> str:
+        ranks = self.layout.context_parallel
+        sent = size * (ranks - 1) / ranks
+        self.tape.exchanged += sent
+        return self.tape.add("exchanged", size, [x], sent=sent)
 
     def gelu(self, x: str, *streams: int) -> str:
         """GELU of the widened features."""

@@ -23,20 +23,20 @@ def _double(shape: TransformerShape, layout: Layout) -> Tape:
     for name, count in tokens.items():
         streams[name] = tape.tensor(name, write.stream(count))
         x = write.modulated_norm(name, chunks[name][0], chunks[name][1], count)
-        qkv = write.to_heads(write.column(x, 3 * write.own_hidden, count), 3, count)
-        packed[name], values[name] = write.queries_keys(qkv, count, write.heads_inside)
-    total = sum(tokens.values())
-    own = write.rows(total, write.inside)
+        qkv = write.column(x, 3 * write.own_hidden, count)
+        packed[name], values[name] = write.queries_keys(qkv, write.projected(count))
+    projected = {name: write.projected(count) for name, count in tokens.items()}
+    own = write.rows(sum(projected.values()), write.own_hidden)
     qk = tape.add("joined qk", 2 * own, packed.values(), aliases=packed.values())
     v = tape.add("joined v", own, values.values(), aliases=values.values())
-    out = write.packed_attention(qk, v, total)
-    parts = {name: write.rows(count, write.inside) for name, count in tokens.items()}
+    out = write.self_attention(qk, v, *tokens.values())
+    parts = {name: write.rows(count, write.own_hidden) for name, count in projected.items()}
     attended = dict(zip(tokens, tape.split(out, parts)))
     for name, count in tokens.items():
-        if write.all_tokens(count) != count:
-            size = write.rows(write.all_tokens(count), write.inside)
+        if write.padded(count) != projected[name]:
+            size = write.rows(write.padded(count), write.own_hidden)
             attended[name] = tape.add("padded", size, [attended[name]], aliases=[attended[name]])
-        update = write.row({write.to_tokens(attended[name], count): write.own_hidden}, count)
+        update = write.row({attended[name]: write.own_hidden}, count)
         streams[name] = write.gated_residual(streams[name], chunks[name][2], update, count)
     for name, count in tokens.items():
         x = write.modulated_norm(streams[name], chunks[name][3], chunks[name][4], count)
@@ -49,24 +49,22 @@ def _single(shape: TransformerShape, layout: Layout) -> Tape:
     """`models/flux`: attention and MLP side by side over the joined tokens."""
     write = BlockWriter(shape, layout)
     tape, streams = write.tape, (shape.text_tokens, shape.image_tokens)
-    total = sum(streams)
+    projected = write.projected(*streams)
     vec = tape.tensor("vec", 0)
     tokens = tape.tensor("tokens", write.stream(*streams))
     shift, scale, gate = write.modulation(vec, 3)
     x = write.gather(write.modulated_norm(tokens, shift, scale, *streams), *streams)
     qkv = write.column(x, 3 * write.own_hidden, *streams, gathered=True)
-    qkv = write.to_heads(qkv, 3, *streams)
-    has_pads = write.all_tokens(*streams) != total
+    has_pads = write.padded(*streams) != projected
     if has_pads:
-        qkv = tape.add("without pads", write.rows(total, 3 * write.inside), [qkv])
-    qk, v = write.queries_keys(qkv, total, write.heads_inside)
-    attended = write.packed_attention(qk, v, total)
+        qkv = tape.add("without pads", write.rows(projected, 3 * write.own_hidden), [qkv])
+    qk, v = write.queries_keys(qkv, projected)
+    attended = write.self_attention(qk, v, *streams)
     tape.keep_to_the_end(x, qk, v, attended)
     wide = write.gelu(write.column(x, write.own_ffn, *streams, gathered=True), *streams)
     if has_pads:
-        size = write.rows(write.all_tokens(*streams), write.inside)
+        size = write.rows(write.padded(*streams), write.own_hidden)
         attended = tape.add("with pads", size, [attended])
-    attended = write.to_tokens(attended, *streams)
     update = write.row({attended: write.own_hidden, wide: write.own_ffn}, *streams)
     write.gated_residual(tokens, gate, update, *streams)
     return tape
@@ -84,13 +82,9 @@ def _cross(shape: TransformerShape, layout: Layout) -> Tape:
     chunks = tape.split(vectors, {f"chunk {n}": write.vector for n in range(6)})
 
     normed = write.modulated_norm(x, chunks[0], chunks[1], video)
-    # Tokens that this rank projects; alone in its context, without the pads.
-    projected = video if layout.context_parallel == 1 else write.padded(video)
-    qkv = write.column(normed, 3 * own, video)
-    qk, v = write.queries_keys(qkv, projected, write.own_heads)
-    qk, v = write.to_heads(qk, 2, video), write.to_heads(v, 1, video)
-    attended = write.to_tokens(write.packed_attention(qk, v, video), video)
-    update = write.row({attended: own}, video)
+    projected = write.projected(video)
+    qk, v = write.queries_keys(write.column(normed, 3 * own, video), projected)
+    update = write.row({write.self_attention(qk, v, video): own}, video)
     x = write.gated_residual(x, chunks[2], update, video)
 
     statistics = 2 * layout.shard(video) * layout.batch * layout.wide
