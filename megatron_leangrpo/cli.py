@@ -1,5 +1,5 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""The command line: ``leangrpo train | compare | plan | sample | serve-reward | info | ...``.
+"""The command line: ``leangrpo train | compare | plan | sample | evaluate | info | ...``.
 
 Only the argument parser is imported here, so that ``--help`` answers at once.
 """
@@ -75,6 +75,18 @@ def build_parser() -> argparse.ArgumentParser:
 
     sample = _recipe_command(commands, "sample", _sample, "pictures from the base or a checkpoint")
     sample.add_argument("--checkpoint", metavar="DIR", help="a run directory or a checkpoint of it")
+
+    evaluate = _recipe_command(
+        commands, "evaluate", _evaluate, "rewards of the base and of checkpoints, side by side"
+    )
+    evaluate.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        action="append",
+        default=[],
+        help="a run, a checkpoint or an export, :live behind it for no average; may be repeated",
+    )
+    evaluate.add_argument("--json", metavar="FILE", help="also write the numbers as JSON")
 
     tiny = commands.add_parser(
         "build-tiny",
@@ -210,6 +222,17 @@ def _sample(arguments: argparse.Namespace) -> None:
     from megatron_leangrpo.grpo import commands
 
     commands.sample(arguments.recipe, arguments.overrides, checkpoint=arguments.checkpoint)
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    from megatron_leangrpo.grpo import commands
+
+    commands.evaluate(
+        arguments.recipe,
+        arguments.overrides,
+        checkpoints=arguments.checkpoint,
+        json_path=arguments.json,
+    )
 
 
 def _build_tiny(arguments: argparse.Namespace) -> None:

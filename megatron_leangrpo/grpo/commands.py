@@ -148,6 +148,29 @@ def sample(recipe: str, overrides: Sequence[str], checkpoint: str | None = None)
     platform.destroy_distributed()
 
 
+def evaluate(
+    recipe: str,
+    overrides: Sequence[str],
+    checkpoints: Sequence[str],
+    json_path: str | None = None,
+) -> None:
+    """Score the base and checkpoints side by side, with intervals and a report in HTML."""
+    from megatron_leangrpo.grpo.candidates import find_candidates
+    from megatron_leangrpo.grpo.evaluate import evaluate_models
+    from megatron_leangrpo.grpo.experiment import build_experiment
+
+    _check_file("--json", json_path)
+    config, note = load(recipe, overrides)
+    candidates = find_candidates(checkpoints)
+    console = _start(config, note)
+    if platform.is_logging_rank():
+        RunDirectory.check(config.output, resume=False)
+    experiment = build_experiment(config)
+    experiment.scorer.warn = console.warning
+    evaluate_models(experiment, console, candidates, json_path)
+    platform.destroy_distributed()
+
+
 def load(recipe: str, overrides: Sequence[str]) -> tuple[RunConfig, str | None]:
     """Resolve and check a recipe, or the one it names for machines without an optional extra."""
     chosen = read_recipe(recipe)

@@ -107,7 +107,7 @@ def _columns(count: int, aspect: float) -> int:
 
 
 def _grid(samples: Sequence[Sample], aspect: float, columns: int | None = None) -> Image.Image:
-    pictures = [_cell(sample.image) for sample in samples]
+    pictures = [cell(sample.image) for sample in samples]
     width = max((picture.width for picture in pictures), default=_CELL_SMALLEST)
     height = max((picture.height for picture in pictures), default=_CELL_SMALLEST)
     columns = columns or _columns(len(samples), aspect * height / width)
@@ -180,7 +180,7 @@ def _page(title: str, panels: Sequence[tuple[str, Image.Image]]) -> Image.Image:
     return page
 
 
-def _cell(image: Tensor) -> Image.Image:
+def cell(image: Tensor) -> Image.Image:
     """A picture, or frames of a video from its first to its last in a row."""
     if image.ndim == 3:
         return _fit(_to_image(image), _CELL_SMALLEST, _CELL_LARGEST)

@@ -135,6 +135,18 @@ class RunDirectory:
                 rows.append(row)
         return rows
 
+    def evaluation_rewards(self) -> dict[int, float]:
+        """The rewards of the evaluations in summary.json, by iteration."""
+        try:
+            rows = json.loads(self.summary.read_text(encoding="utf-8"))["evaluations"]
+            return {
+                int(row["iteration"]): float(row["reward"])
+                for row in rows
+                if row["reward"] is not None
+            }
+        except (OSError, KeyError, TypeError, ValueError):
+            return {}
+
     def truncate_metrics(self, last_iteration: int) -> None:
         """Keep each iteration up to `last_iteration` once, so that a resumed run can append."""
         rows = {row["iteration"]: row for row in self.metrics_rows()}
