@@ -65,8 +65,8 @@ def check_bounds(config: RunConfig) -> None:
         raise ValueError(f"sampling.cfg_scale_2 = {low} must be 1 or more")
     if low is not None and config.sampling.cfg_scale == 1:
         raise ValueError(
-            f"sampling.cfg_scale_2 = {low} without guidance at high noise: sampling.cfg_scale is 1; "
-            "valid: above 1"
+            f"sampling.cfg_scale_2 = {low}: there is no guidance at high noise, because "
+            "sampling.cfg_scale is 1; set that above 1"
         )
     if not 0 <= config.grpo.jagg_frac <= 1:
         raise ValueError(f"grpo.jagg_frac = {config.grpo.jagg_frac} must be between 0 and 1")

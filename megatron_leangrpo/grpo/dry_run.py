@@ -5,10 +5,9 @@ import dataclasses
 import os
 from dataclasses import dataclass
 
-import torch
-
 from megatron_leangrpo.conditioning.prompts import Prompt, PromptSampler
 from megatron_leangrpo.config import RunConfig
+from megatron_leangrpo.grpo.adaptation import is_adapted
 from megatron_leangrpo.grpo.architecture import Architecture, resolve_architecture
 from megatron_leangrpo.grpo.config_checks import check_training
 from megatron_leangrpo.grpo.experiment import check_schedule, objective_config
@@ -86,15 +85,18 @@ def check_and_describe(
     dp = world // (tp * cp)
     check_training(config)
     checked = check_run(config, world, needs_weights=not dry_run)
-    config, reason = resolve_auto(config, world)
-    check_schedule(config.grpo.schedule, config.grpo)
     architecture = checked.architecture
+    reason = None
+    if not dry_run or architecture.base is not None or config.model.base is None:
+        config, reason = resolve_auto(config, world)
+    check_schedule(config.grpo.schedule, config.grpo)
     trained_steps = checked.settings.selector.num_trained(0)
     left_out = 0.0
     if config.grpo.schedule == "jagg":
         left_out = _backwards_left_out(config, checked, dp)
     facts = {
         "model": _describe_model(config, architecture),
+        **_describe_adapters(config, architecture),
         "layout": f"{world} rank{'s' if world > 1 else ''}: tensor parallel {tp}, "
         + (f"context parallel {cp}, " if cp > 1 else "")
         + f"data parallel {dp}",
@@ -162,19 +164,28 @@ def _why_nothing_is_left_out(config: RunConfig) -> str:
 
 def rank_bytes(config: RunConfig, architecture: Architecture, dp_size: int) -> RankBytes:
     """Bytes of weights, gradients and their followers on one rank, before activations."""
-    count = architecture.count_parameters(config.parallel.tensor_model_parallel_size)
-    width = torch.empty((), dtype=architecture.config.params_dtype).element_size()
+    tp = config.parallel.tensor_model_parallel_size
+    count, adaptation = architecture.count_parameters(tp), architecture.adaptation
+    width = architecture.config.params_dtype.itemsize
     wide = max(width, 4)
-    # Two moments, and a float32 copy of weights that are narrower than that.
-    state = count * (2 * wide + (4 if width < 4 else 0))
-    if config.optimizer.use_distributed_optimizer:
-        state //= dp_size
+    weights = count * width
+    if config.model.expert_offload:
+        weights //= architecture.config.experts
+    trained, state = count, 2 * wide
+    if adaptation is not None:
+        # Adapters are float32 or wider; the base below them is the reference of a KL term.
+        trained = -(-adaptation.num_parameters // tp)
+        weights += trained * wide
+    elif width < 4:
+        # A float32 copy of the weights.
+        state += 4
+    share = dp_size if config.optimizer.use_distributed_optimizer else 1
     return RankBytes(
-        weights=count * width,
-        gradients=count * wide,
-        optimizer=state,
-        average=count * wide if config.optimizer.ema_decay > 0 else 0,
-        reference=count * width if config.grpo.kl_beta > 0 else 0,
+        weights=weights,
+        gradients=trained * wide,
+        optimizer=trained * state // share,
+        average=trained * wide if config.optimizer.ema_decay > 0 else 0,
+        reference=count * width if config.grpo.kl_beta > 0 and adaptation is None else 0,
     )
 
 
@@ -228,20 +239,37 @@ def _describe_model(config: RunConfig, architecture: Architecture) -> str:
     )
 
 
-def _describe_schedule(config: RunConfig, trained: int, left_out: float, reason: str | None) -> str:
-    """Say what the schedule can save here, counted in forwards (a backward is two).
+def _describe_adapters(config: RunConfig, architecture: Architecture) -> dict[str, str]:
+    """How much is trained where that is not the whole model."""
+    adaptation = architecture.adaptation
+    if adaptation is None:
+        return {}
+    ranks = sorted({low.rank for low in adaptation.projections.values()})
+    text = (
+        f"rank {', '.join(map(str, ranks))} on {len(adaptation.projections)} projections: "
+        f"{adaptation.num_parameters:,} parameters are trained"
+    )
+    return {"adapters": text if config.lora.path is None else f"{text}, from {config.lora.path}"}
 
+
+def _describe_schedule(config: RunConfig, trained: int, left_out: float, reason: str | None) -> str:
+    """Say what the schedule can save here, counted in forwards.
+
+    A backward is two, or one where the base is frozen and only its input's gradient is computed.
     `left_out` is the share of the backwards that jagg saves, `reason` why `auto` chose a schedule.
     """
+    if config.grpo.schedule == "auto":
+        return "auto: chosen on the machine that has the base; leangrpo plan says what it would be"
     steps, updates = config.sampling.num_steps, config.grpo.updates_per_rollout
     recomputed = 1 if config.model.recompute_granularity == "full" else 0
-    replay = steps + (3 + recomputed) * trained
+    backward = (1 if is_adapted(config.lora) else 2) + recomputed
+    replay = steps + (1 + backward) * trained
     text = schedule = config.grpo.schedule
     if schedule == "jagg":
         schedule = config.grpo.jagg_on
         text = f"jagg on {schedule}, {left_out:.0%} of the backwards left out"
     backwards = trained / updates * (1 - left_out)
-    saved = trained / updates * left_out * (2 + recomputed)
+    saved = trained / updates * left_out * backward
     if schedule == "replay":
         # A backward that is left out needs no forward again either.
         saved += trained / updates * left_out
@@ -249,7 +277,7 @@ def _describe_schedule(config: RunConfig, trained: int, left_out: float, reason:
         saved += trained / updates
     if schedule == "reweight" and config.grpo.kl_beta > 0:
         # The KL term needs a backward of its own.
-        saved -= 2 * backwards
+        saved -= (backward - recomputed) * backwards
     if saved:
         text += f", at most {replay / (replay - saved):.2f} times replay's speed"
     if reason is not None:

@@ -23,7 +23,7 @@ def workload_of(config: RunConfig, architecture: Architecture) -> Workload:
     grpo, model = config.grpo, architecture.config
     (tokens, channels), _ = latent_geometry(config, architecture)
     settings = RolloutSettings.from_config(config.sampling, (tokens, channels), config.seed)
-    sampling = config.sampling
+    sampling, adaptation = config.sampling, architecture.adaptation
     return Workload(
         shape=architecture.family.shape(model, tokens, config.model.max_text_tokens),
         sampled_steps=sampling.num_steps,
@@ -33,11 +33,15 @@ def workload_of(config: RunConfig, architecture: Architecture) -> Workload:
         micro_batch=grpo.micro_batch_size,
         updates=grpo.updates_per_rollout,
         guided=sampling.cfg_scale > 1,
+        guided_batch=sampling.cfg_forwards == "joint",
+        guided_detached=grpo.cfg_detach and sampling.cfg_forwards == "separate",
+        expert_offload=config.model.expert_offload,
         kl=grpo.kl_beta > 0,
         reference_offload=grpo.reference_offload,
         average=config.optimizer.ema_decay > 0,
         distributed_optimizer=config.optimizer.use_distributed_optimizer,
         sequence_parallel=config.parallel.sequence_parallel,
+        trainable=None if adaptation is None else adaptation.num_parameters,
         steps_chosen_singly=_chosen_singly(config),
         jagg=Jagg(grpo.jagg_on, grpo.jagg_window, grpo.jagg_frac),
         companions=_companions(config, architecture),

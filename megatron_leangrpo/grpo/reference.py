@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from megatron_leangrpo import platform
 from megatron_leangrpo.grpo.policy import Policy
-from megatron_leangrpo.models.common.lora import adapters_off, has_adapters
 from megatron_leangrpo.models.experts import transformers_of
 
 
@@ -18,6 +17,9 @@ def reference_of(policy: Policy, offload: bool = False) -> Policy:
 
     Where adapters are trained it is the policy's own base: no weights are copied.
     """
+    # Planning imports this module and no megatron-core.
+    from megatron_leangrpo.models.common.lora import has_adapters
+
     if has_adapters(policy.model):
         return policy.over(WithoutAdapters(policy.model))
     return frozen_copy(policy, offload)
@@ -30,6 +32,8 @@ class WithoutAdapters:
         self.model = model
 
     def __call__(self, *inputs: Any, **named: Any) -> torch.Tensor:
+        from megatron_leangrpo.models.common.lora import adapters_off
+
         with torch.no_grad(), adapters_off(self.model):
             return self.model(*inputs, **named)
 

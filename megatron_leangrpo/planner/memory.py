@@ -39,8 +39,9 @@ def rank_memory(
     held = work.shape.parameters_of_rank(tp)
     trained = held if work.trainable is None else math.ceil(work.trainable / tp)
     gradients = trained * work.wide
+    adapters = 0 if work.trainable is None else trained * work.wide
     # Two moments, and a float32 copy of weights that are narrower than that.
-    state = trained * (2 * work.wide + (4 if work.width < 4 else 0))
+    state = trained * (2 * work.wide + (4 if work.width < 4 and not adapters else 0))
     copies = batch.moment_copies if base_of(work, schedule) == "reweight" else 0
     # Without an adapter the reference is a second copy of the weights.
     reference = held * work.width if work.kl and work.trainable is None else 0
@@ -48,7 +49,7 @@ def rank_memory(
         blocks = sum(count for _, count in work.shape.blocks)
         reference = 2 * math.ceil(reference / (blocks * work.shape.experts))
     return RankMemory(
-        weights=held * work.width + (0 if work.trainable is None else trained * work.width),
+        weights=held * work.width // (work.shape.experts if work.expert_offload else 1) + adapters,
         gradients=gradients,
         moments=copies * gradients,
         optimizer=state // ranks.weights if work.distributed_optimizer else state,
@@ -86,7 +87,7 @@ def peak_activations(
     graph = graph_memory(work.shape, layout, recompute)
     graphs = graphs_held(work, batch, schedule, approximated)
     # Two forwards of one velocity, where guidance runs so, share one backward.
-    peak = _backward_peak(graph, graphs, work.forwards)
+    peak = _backward_peak(graph, graphs, work.graphs)
     if work.kl:
         # The reference model runs while the graphs are there.
         peak = max(peak, graphs * graph.held + graph.without)
@@ -99,11 +100,11 @@ def graphs_held(work: Workload, batch: Batch, schedule: str, approximated: bool 
     has_windows = schedule == "jagg" and approximated and windows(work)[0] > 0
     if base != "retain":
         # Those of both ends of a window are there before the backward of the later one starts.
-        return (2 if has_windows else 1) * work.forwards
+        return (2 if has_windows else 1) * work.graphs
     steps = work.trained_steps_of(batch.wave_size)
     if has_windows:
         steps = backwards(work, batch.wave_size)
-    return batch.graphs_in_flight * math.ceil(steps) * work.forwards
+    return batch.graphs_in_flight * math.ceil(steps) * work.graphs
 
 
 def _backward_peak(graph: GraphMemory, graphs: int, together: int) -> int:

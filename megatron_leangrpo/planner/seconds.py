@@ -109,7 +109,7 @@ def _pass_seconds(
     weights = _trained(work, ranks.tensor) / work.shape.experts * (2 * work.width + 2 * work.wide)
     backward = factor * (products + traffic) + _BACKWARD_SENT * (sending + waiting)
     backward += weights / gpu.bandwidth
-    return work.forwards * forward, work.forwards * backward
+    return work.forwards * forward, work.graphs * backward
 
 
 def _reduction_seconds(work: Workload, ranks: Ranks, gpu: Gpu) -> float:

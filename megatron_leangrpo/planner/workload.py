@@ -80,6 +80,10 @@ class Workload:
     """Classifier-free guidance: every velocity takes two forwards."""
     guided_batch: bool = True
     """Guidance runs as one forward of twice the batch rather than as two."""
+    guided_detached: bool = False
+    """Of two forwards of guidance, the one on the negative prompt leaves no graph."""
+    expert_offload: bool = False
+    """Of several experts only one is on the device."""
     kl: bool = False
     """There is a KL term, and with it a reference model."""
     reference_offload: bool = False
@@ -88,7 +92,7 @@ class Workload:
     distributed_optimizer: bool = True
     sequence_parallel: bool = True
     trainable: int | None = None
-    """Trainable parameters where the base is frozen (LoRA); None trains all."""
+    """Parameters of adapters, in float32 or wider, on a frozen base; None trains the base."""
     steps_chosen_singly: bool = False
     """The trajectories of a wave train steps of their own (DanceGRPO)."""
     jagg: Jagg = field(default_factory=Jagg)
@@ -110,6 +114,11 @@ class Workload:
     def forwards(self) -> int:
         """Forwards of one velocity."""
         return 2 if self.guided and not self.guided_batch else 1
+
+    @property
+    def graphs(self) -> int:
+        """Forwards of one velocity that a backward runs through."""
+        return 1 if self.guided_detached else self.forwards
 
     @property
     def wide(self) -> int:

@@ -69,6 +69,32 @@ def test_flux_dev_on_sixteen_ranks(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("recipe", "ranks", "model", "layout", "video", "steps"),
+    [
+        ("wan21_1.3b_flowgrpo", 8, "1,418,996,800 parameters, 30 blocks", "data parallel 8",
+         "33 frames of 240 x 416 pixels (h x w), 3510 video tokens (9 x 15 x 26)",
+         "20, of which 19 are trained (first_fraction), kernel wan_sde"),
+        ("wan21_14b_dancegrpo", 64, "14,288,491,584 parameters", "parallel 8, data parallel 8",
+         "81 frames of 480 x 832 pixels (h x w), 32760 video tokens (21 x 30 x 52)",
+         "20, of which 11 are trained (random_fraction), kernel dance_sde"),
+        ("wan22_a14b", 64, "28,576,983,168 parameters, 2 x 40 blocks", "data parallel 8",
+         "32760 video tokens", "20, of which 11"),
+        ("wan22_5b", 8, "4,999,787,712 parameters", "tensor parallel 2, data parallel 4",
+         "9 frames of 704 x 1280 pixels (h x w), 2640 video tokens (3 x 22 x 40)",
+         "10, of which 2 are trained (window)"),
+    ],
+)  # fmt: skip
+def test_wan_at_published_settings(monkeypatch, recipe, ranks, model, layout, video, steps):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    found = dry_run(recipe)
+    assert model in found["model"] and "(not on this machine" in found["model"]
+    assert found["layout"].endswith(layout)
+    assert video in found["video"] and steps in found["steps"]
+    assert found["guidance"].startswith("scale ")
+    assert found["schedule"].startswith("auto: chosen on the machine that has the base")
+
+
+@pytest.mark.parametrize(
     ("overrides", "gain"),
     [
         # N = 16 sampled and T = 9 trained steps: (N + 3T) / (N + 2T), (N + 4T) / (N + 3T).
