@@ -13,7 +13,7 @@ class ModelConfig:
     """Model family: pictures by FLUX.1, videos by Wan 2.1 and 2.2."""
     base: str | None = None
     """Base model: a diffusers pipeline folder, or the name of an embedded base
-    (flux_digits, flux_shapes)."""
+    (flux_digits, flux_shapes, wan_motion)."""
     weights: str | None = None
     """Transformer weights in place of the base's: a megatron checkpoint that
     `python -m checkpoints_tools import` has made, or RUN/checkpoints/step_N of a run."""

@@ -13,7 +13,6 @@ from megatron_leangrpo.build_tiny.rendering import TinyTask
 BATCH = 32
 KL_WEIGHT = 1e-4
 COLOR_WEIGHT = 4.0
-FIRST_FRAME_WEIGHT = 4.0
 
 
 def make_vae() -> Any:
@@ -39,12 +38,10 @@ def reconstruction_loss(output: Tensor, target: Tensor) -> Tensor:
     """L1 + squared error + L1 of the chroma, [n, 3, ...] in [-1, 1].
 
     Coloured pixels are few and decide what is seen, so they weigh more; without the chroma term the
-    hue is learnt last. A video's first frame has a latent of its own, and is one frame of many.
+    hue is learnt last.
     """
     chroma = target.amax(1, keepdim=True) - target.amin(1, keepdim=True)
     weight = torch.where(chroma > 0.1, COLOR_WEIGHT, 1.0)
-    if target.ndim == 5:
-        weight[:, :, 0] *= FIRST_FRAME_WEIGHT
     error = output - target
     chroma_error = error - error.mean(1, keepdim=True)
     return (weight * (error.abs() + error.square() + chroma_error.abs())).mean()

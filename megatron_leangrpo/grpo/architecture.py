@@ -170,7 +170,7 @@ def resolve_architecture(config: RunConfig, needs_weights: bool = True) -> Archi
         raise ValueError(
             f"model.base = {model.base!r}: no such folder; give the path of a diffusers pipeline "
             "folder (with transformer/, vae/, text_encoder/ ...) or the name of an embedded base "
-            "(flux_digits, flux_shapes)"
+            "(flux_digits, flux_shapes, wan_motion)"
         )
     weights = None if model.weights is None else find_weights(model.weights)
     if base is not None:
