@@ -17,6 +17,7 @@ from megatron_leangrpo.overlap.cost_model import (
 # A model of costs is not exact: slices must promise this much to be preferred to whole collectives.
 _LEAST_GAIN = 0.03
 _SUB_SLICES = (1, 2, 4, 8)
+_WAYS: tuple[Collective, ...] = ("all-gather", "reduce-scatter")
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,19 @@ class LayerShape:
     sharded_features: int
     """The side of which each rank has a share: that share."""
     element_bytes: int
+    attention_flops: int = 0
+    """Of an attention that is computed with a row of the reduce-scatter, and hides its hops too."""
 
     @property
     def name(self) -> str:
         """What it is called in a table."""
-        return f"{self.rows} x {self.whole_features} x {self.sharded_features}"
+        beside = " with attention" if self.attention_flops else ""
+        return f"{self.rows} x {self.whole_features} x {self.sharded_features}{beside}"
 
     def describe(self, flash: Flash | None) -> str:
         """What was chosen, in a table."""
-        return f"flash ({flash.pattern}, {flash.sub_slices})" if flash else "bulk"
+        queries = ", queries split" if self.attention_flops else ""
+        return f"flash ({flash.pattern}, {flash.sub_slices}){queries}" if flash else "bulk"
 
 
 @dataclass(frozen=True)
@@ -118,9 +123,9 @@ def choices() -> dict[Shape, Choice]:
 
 def fastest(shape: LayerShape, calibration: Calibration) -> Choice:
     """Compare whole collectives with every pattern and cut by the closed forms."""
-    whole = _costs(shape, calibration, None)
-    products = 2 * whole.compute_total
-    without = 2 * none_time(whole)
+    whole = [_costs(shape, calibration, None, way) for way in _WAYS]
+    products = sum(costs.compute_total for costs in whole)
+    without = sum(none_time(costs) for costs in whole)
     times = {flash: _seconds(shape, calibration, flash) for flash in _candidates()}
     best = min(times, key=lambda flash: times[flash])
     if shape.ranks == 1 or times[best] > (1 - _LEAST_GAIN) * without:
@@ -171,23 +176,24 @@ def _candidates() -> list[Flash]:
 
 
 def _seconds(shape: LayerShape, calibration: Calibration, flash: Flash) -> float:
-    ways: tuple[Collective, ...] = ("all-gather", "reduce-scatter")
-    costs = _costs(shape, calibration, flash)
-    time = 0.0
-    for way in ways:
-        time += flash_time(costs, way, flash)
+    costs = {way: _costs(shape, calibration, flash, way) for way in _WAYS}
+    time = sum(flash_time(costs[way], way, flash) for way in _WAYS)
     if flash.in_product:
         slower = calibration.sum_in_product_slowdown - 1
         # All products of a ring but the first are also additions.
-        time += max(0.0, slower) * costs.compute * (shape.ranks - 1)
+        time += max(0.0, slower) * costs["all-gather"].compute * (shape.ranks - 1)
     return time
 
 
-def _costs(shape: LayerShape, calibration: Calibration, flash: Flash | None) -> Costs:
+def _costs(
+    shape: LayerShape, calibration: Calibration, flash: Flash | None, way: Collective
+) -> Costs:
     bandwidth = calibration.link_bytes_per_second
     assert bandwidth and calibration.link_latency_seconds is not None
     travels = shape.rows * shape.whole_features * shape.element_bytes
     flops = 2 * shape.rows * shape.whole_features * shape.sharded_features
+    if way == "reduce-scatter":
+        flops += shape.rows * shape.attention_flops
     parts = shape.ranks * flash.sub_slices if flash else 1
     return Costs(
         ranks=shape.ranks,

@@ -9,80 +9,18 @@ collective, and none of them is cut.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_leangrpo import platform
 from megatron_leangrpo.overlap import collectives
-from megatron_leangrpo.overlap.choice import LayerShape, calibration_of_all_ranks, choose
-from megatron_leangrpo.overlap.cost_model import Flash
 from megatron_leangrpo.overlap.engine import (
-    Exchange,
     Reduction,
     all_gather_products,
     products_reduce_scatter,
 )
-from megatron_leangrpo.overlap.transport import transport_of
-from megatron_leangrpo.overlap.weight_grad import WeightGradient
-
-GATHER, SCATTER = "gather", "scatter"
-_TO_AUTOGRAD = WeightGradient()
-
-
-@dataclass(frozen=True)
-class LinearPlan:
-    """How one layer is sharded and how it talks."""
-
-    group: dist.ProcessGroup | None
-    sequence_parallel: bool
-    flash: Flash | None
-    """None for bulk."""
-    layer: str
-    """What errors call it."""
-    reduces_input_grad: bool = True
-    """False where the caller sums the input's gradient over the ranks (without SP only)."""
-    sum_dtype: torch.dtype | None = None
-    """What a ring's running sum is kept and sent in; the dtype of the products by default."""
-    weight_gradient: WeightGradient = _TO_AUTOGRAD
-    calibration: str | None = None
-    """Where given, `flash` is chosen by the cost model for the tokens of each call."""
-
-    def chosen(self, rows: int, whole: int, sharded: int, element_bytes: int) -> "LinearPlan":
-        """The plan for a slice of `rows` and the features that are whole and sharded."""
-        if self.calibration is None:
-            return self
-        shape = LayerShape(self.size, rows, whole, sharded, element_bytes)
-        return replace(self, flash=choose(self.calibration, shape).flash, calibration=None)
-
-    @property
-    def size(self) -> int:
-        """Ranks of the group."""
-        return platform.group_size(self.group)
-
-    @property
-    def shards_tokens(self) -> bool:
-        """Whether the tokens are sharded between the linears."""
-        return self.sequence_parallel and self.size > 1
-
-    def exchange(self, purpose: str, rows: torch.Tensor) -> Exchange:
-        """The way to talk about `rows`, after all ranks agree that they have as many."""
-        assert self.flash is not None
-        transport = transport_of(self.group, purpose)
-        layer = f"{self.layer} ({purpose})"
-        transport.check_agreement(layer, rows.shape, rows.dtype)
-        return Exchange(transport, self.flash, layer)
-
-
-def prepare(plan: LinearPlan) -> None:
-    """Connect the ranks of a layer; every process of the world must come to it."""
-    if plan.calibration is not None:
-        calibration_of_all_ranks(plan.calibration)
-    if plan.calibration is not None or plan.flash is not None:
-        for purpose in (GATHER, SCATTER):
-            transport_of(plan.group, purpose)
+from megatron_leangrpo.overlap.plan import GATHER, SCATTER, LinearPlan
+from megatron_leangrpo.overlap.query_split import LaterRows
 
 
 def column_parallel(
@@ -103,16 +41,18 @@ def row_parallel(
     weights: Sequence[torch.Tensor],
     bias: torch.Tensor | None,
     plan: LinearPlan,
+    later: LaterRows | None = None,
 ) -> torch.Tensor:
     """The sum over ranks of all `x @ weight.t()`, reduced once, and then one bias.
 
     Tokens that do not divide by the ranks are padded: under sequence parallelism the last ranks'
-    shares then end in rows of the bias alone.
+    shares then end in rows of the bias alone. The first input may be filled as its rows are needed.
     """
     rows = -(-inputs[0].shape[:-1].numel() // plan.size)
     sharded = sum(x.shape[-1] for x in inputs)
-    plan = plan.chosen(rows, len(weights[0]), sharded, inputs[0].element_size())
-    return _RowParallel.apply(plan, bias, *inputs, *weights)
+    attention = later.flops_per_row if later else 0
+    plan = plan.chosen(rows, len(weights[0]), sharded, inputs[0].element_size(), attention)
+    return _RowParallel.apply(plan, later, bias, *inputs, *weights)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -136,6 +76,7 @@ def _reduce_scatter(
     weights: Sequence[torch.Tensor],
     slice_rows: int,
     plan: LinearPlan,
+    later: LaterRows | None = None,
 ) -> torch.Tensor:
     """Our `slice_rows` of the sum over ranks of all `x @ weight`, overlapped."""
     reduction = Reduction(
@@ -148,17 +89,26 @@ def _reduce_scatter(
     )
 
     def produce(start: int, stop: int, total: torch.Tensor | None) -> torch.Tensor:
+        if later is not None:
+            later.fill(start, stop)
         return _sum_of_products([x[start:stop] for x in inputs], weights, total)
 
     return products_reduce_scatter(reduction, produce, plan.exchange(SCATTER, inputs[0]))
 
 
 def _all_reduce(
-    inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], plan: LinearPlan
+    inputs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    plan: LinearPlan,
+    batch: int = 1,
+    later: LaterRows | None = None,
 ) -> torch.Tensor:
-    """The sum over ranks of all `x @ weight`: an overlapped reduce-scatter, then a gather."""
+    """The sum over ranks of all `x @ weight`: an overlapped reduce-scatter, then a gather.
+
+    Slices are of whole tokens, which have `batch` rows.
+    """
     rows = inputs[0].shape[0]
-    ours = _reduce_scatter(inputs, weights, -(-rows // plan.size), plan)
+    ours = _reduce_scatter(inputs, weights, -(-rows // batch // plan.size) * batch, plan, later)
     return collectives.all_gather(ours, plan.group).wait()[:rows]
 
 
@@ -247,14 +197,20 @@ def _column_input_grad(
 
 class _RowParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan: LinearPlan, bias: torch.Tensor | None, *tensors: torch.Tensor):
+    def forward(
+        ctx,
+        plan: LinearPlan,
+        later: LaterRows | None,
+        bias: torch.Tensor | None,
+        *tensors: torch.Tensor,
+    ):
         count = len(tensors) // 2
         inputs, weights = [_rows(x) for x in tensors[:count]], tensors[count:]
         ctx.plan, ctx.shapes = plan, [x.shape for x in tensors[:count]]
-        trained = ctx.needs_input_grad[2 + count :]
+        trained = ctx.needs_input_grad[3 + count :]
         kept = [x if needed else None for x, needed in zip(inputs, trained)]
         ctx.save_for_backward(*kept, *weights)
-        out = _row_output(inputs, [weight.t() for weight in weights], ctx.shapes[0], plan)
+        out = _row_output(inputs, [weight.t() for weight in weights], ctx.shapes[0], plan, later)
         if bias is not None:
             out = out.add_(bias)
         return out.view(-1, *ctx.shapes[0][1:-1], out.shape[-1])
@@ -266,7 +222,7 @@ class _RowParallel(torch.autograd.Function):
         # Once: recomputation unpacks a saved tensor a single time.
         saved = ctx.saved_tensors
         inputs, weights = saved[:count], saved[count:]
-        _, needs_bias, *needs = ctx.needs_input_grad
+        _, _, needs_bias, *needs = ctx.needs_input_grad
         grad = _rows(grad)
         db = grad.sum(0) if needs_bias else None
         dx, grad = _row_input_grads(grad, weights, ctx.shapes, needs[:count], plan)
@@ -274,7 +230,7 @@ class _RowParallel(torch.autograd.Function):
             plan.weight_gradient.of(weight, grad, x) if needed else None
             for weight, x, needed in zip(weights, inputs, needs[count:])
         ]
-        return None, db, *dx, *dw
+        return None, None, db, *dx, *dw
 
 
 def _row_output(
@@ -282,15 +238,18 @@ def _row_output(
     weights: Sequence[torch.Tensor],
     shape: torch.Size,
     plan: LinearPlan,
+    later: LaterRows | None,
 ) -> torch.Tensor:
+    batch = inputs[0].shape[0] // shape[0]
+    slice_rows = -(-shape[0] // plan.size) * batch
+    if plan.flash is not None and plan.size > 1:
+        if plan.shards_tokens:
+            return _reduce_scatter(inputs, weights, slice_rows, plan, later)
+        return _all_reduce(inputs, weights, plan, batch, later)
+    if later is not None:
+        later.fill(0, inputs[0].shape[0])
     if plan.size == 1:
         return _sum_of_products(inputs, weights)
-    tokens = -(-shape[0] // plan.size)
-    slice_rows = tokens * (inputs[0].shape[0] // shape[0])
-    if plan.flash is not None:
-        if plan.shards_tokens:
-            return _reduce_scatter(inputs, weights, slice_rows, plan)
-        return _all_reduce(inputs, weights, plan)
     partial = _sum_of_products(inputs, weights)
     if not plan.shards_tokens:
         return collectives.all_reduce(partial, plan.group).wait()

@@ -40,7 +40,16 @@ LAYOUTS = {
     "alone": (1, 1, 1, {}),
     "tp 2": (2, 2, 1, {"sequence_parallel": True}),
     "tp 2, whole tokens": (2, 2, 1, {"sequence_parallel": False}),
-    "tp 2, flash": (2, 2, 1, {"sequence_parallel": True, "overlap": OverlapSettings("flash")}),
+    "tp 2, flash, queries split": (
+        2,
+        2,
+        1,
+        {
+            "sequence_parallel": True,
+            "overlap": OverlapSettings("flash"),
+            "recompute_granularity": "selective",
+        },
+    ),
     "tp 2, bulk, recomputed": (
         2,
         2,

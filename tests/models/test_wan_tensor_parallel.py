@@ -119,7 +119,7 @@ def _overlapped(ranks: int, weights: dict) -> dict[tuple, Result]:
     platform.initialize_distributed(ranks)
     results = {}
     for overlap in (OverlapSettings("bulk"), OverlapSettings("flash", "ring", 2)):
-        for recompute in ("none", "full"):
+        for recompute in ("none", "selective", "full"):
             config = image_to_video(overlap=overlap, recompute_granularity=recompute)
             model = WanTransformer(_sharded(config, ranks, True))
             load(model, weights)

@@ -18,7 +18,8 @@ from megatron_leangrpo.overlap.choice import (
     fastest_groups,
 )
 from megatron_leangrpo.overlap.commands import print_choices
-from megatron_leangrpo.overlap.linear import LinearPlan, column_parallel, prepare, row_parallel
+from megatron_leangrpo.overlap.linear import column_parallel, row_parallel
+from megatron_leangrpo.overlap.plan import LinearPlan, prepare
 from megatron_leangrpo.overlap.settings import OverlapSettings
 from megatron_leangrpo.reporting.console import Console
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 from megatron_leangrpo import platform
 from megatron_leangrpo.overlap.cost_model import Flash
-from megatron_leangrpo.overlap.linear import LinearPlan, column_parallel, row_parallel
+from megatron_leangrpo.overlap.linear import column_parallel, row_parallel
+from megatron_leangrpo.overlap.plan import LinearPlan
 from megatron_leangrpo.overlap.weight_grad import WeightGradient
 
 SIZES = (1, 2, 3, 4)

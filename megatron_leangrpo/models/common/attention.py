@@ -8,6 +8,8 @@ rotates both; where they come from different tokens each is a pack of one.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_leangrpo import platform
 from megatron_leangrpo.models.common.rotary import rotate
+from megatron_leangrpo.overlap.query_split import LaterRows, attend_later
 from megatron_leangrpo.overlap.ulysses import OverlappedHeadExchange
 from megatron_leangrpo.parallel.tokens import TokenRows
 
@@ -145,25 +148,57 @@ class CoreAttention(torch.nn.Module):
         return _attend(q, k, v)
 
 
+class Stream(NamedTuple):
+    """Tokens with projections of their own among those that attend to one another."""
+
+    qk: torch.Tensor
+    """Packed queries and keys."""
+    v: torch.Tensor
+    rows: TokenRows
+    """Which rows its output projection takes."""
+
+
 class SelfAttention(torch.nn.Module):
     """Attention of all tokens to one another, from and to this rank's tokens and all its heads.
 
-    Over context-parallel ranks tokens are exchanged for heads and back (Ulysses).
+    Over context-parallel ranks tokens are exchanged for heads and back (Ulysses). Where the
+    attention is recomputed in the backward and alone in its context, an overlapped output
+    projection computes it slice by slice: what it is given is filled by the projection.
     """
 
     def __init__(self, config: TransformerConfig, recompute: bool) -> None:
         super().__init__()
         self.of_heads = CoreAttention(recompute)
-        heads = config.num_attention_heads // config.tensor_model_parallel_size
-        self.exchange = OverlappedHeadExchange(heads, platform.cp_group(), config.overlap)
+        shards, overlap = config.tensor_model_parallel_size, config.overlap
+        self.exchange = OverlappedHeadExchange(
+            config.num_attention_heads // shards, platform.cp_group(), overlap
+        )
+        overlaps = shards > 1 and overlap.mode in ("flash", "auto")
+        self.splits_queries = recompute and overlaps and self.exchange.ranks == 1
 
-    def forward(self, qk: torch.Tensor, v: torch.Tensor, attended: TokenRows) -> torch.Tensor:
-        """From packed queries and keys; `attended` says which rows of all ranks are tokens."""
+    def forward(
+        self, streams: Sequence[Stream], attended: TokenRows
+    ) -> list[tuple[torch.Tensor, LaterRows | None]]:
+        """What the output projection of each stream takes.
+
+        `attended` says which rows of the joined streams of all ranks are tokens.
+        """
+        v = _join([stream.v for stream in streams])
+        if self.splits_queries:
+            k = _join([stream.qk[..., 1, :] for stream in streams])
+            queries = [stream.rows.restore(stream.qk[..., 0, :]) for stream in streams]
+            return [attend_later(_attend, q, k, v) for q in queries]
 
         def attend(*heads: torch.Tensor) -> torch.Tensor:
             return attended.restore(self.of_heads(*map(attended.drop, heads)))
 
-        return self.exchange.around(attend, qk, v)
+        out = self.exchange.around(attend, _join([stream.qk for stream in streams]), v)
+        outs = out.split([stream.rows.tokens for stream in streams])
+        return [(stream.rows.restore(x), None) for stream, x in zip(streams, outs)]
+
+
+def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def name_attentions(model: torch.nn.Module) -> None:

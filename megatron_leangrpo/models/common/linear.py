@@ -16,7 +16,9 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_leangrpo import platform
-from megatron_leangrpo.overlap.linear import LinearPlan, column_parallel, prepare, row_parallel
+from megatron_leangrpo.overlap.linear import column_parallel, row_parallel
+from megatron_leangrpo.overlap.plan import LinearPlan, prepare
+from megatron_leangrpo.overlap.query_split import LaterRows
 from megatron_leangrpo.overlap.settings import OverlapSettings
 from megatron_leangrpo.overlap.weight_grad import WeightGradient
 from megatron_leangrpo.parallel.mappings import enter_tensor_parallel, reduce_partial_sums
@@ -161,15 +163,16 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
         self.layer_name = type(self).__name__
         self.adapter: torch.nn.Module | None = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _adapted(self._multiply(x), self.adapter, x)
+    def forward(self, x: torch.Tensor, later: LaterRows | None = None) -> torch.Tensor:
+        """With `later` the rows of `x` are filled beside their products."""
+        return _adapted(self._multiply(x, later), self.adapter, x)
 
-    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+    def _multiply(self, x: torch.Tensor, later: LaterRows | None) -> torch.Tensor:
         if platform.group_size(self.tp_group) == 1:
             return F.linear(x, self.weight, self.bias)
         plan = _overlap_plan(self.config, self.tp_group, self.layer_name)
         if plan is not None:
-            return row_parallel([x], [self.weight], self.bias, plan)
+            return row_parallel([x], [self.weight], self.bias, plan, later)
         partial = F.linear(x, self.weight)
         return reduce_partial_sums(partial, self.tp_group, self.sequence_parallel) + self.bias
 
@@ -203,15 +206,20 @@ class JoinedRowParallelLinear(torch.nn.Module):
         self.bias.sequence_parallel = self.sequence_parallel
         self.adapter: torch.nn.Module | None = None
 
-    def forward(self, attn: torch.Tensor, mlp: torch.Tensor) -> torch.Tensor:
-        return _adapted(self._multiply(attn, mlp), self.adapter, attn, mlp)
+    def forward(
+        self, attn: torch.Tensor, mlp: torch.Tensor, later: LaterRows | None = None
+    ) -> torch.Tensor:
+        """With `later` the rows of `attn` are filled beside their products."""
+        return _adapted(self._multiply(attn, mlp, later), self.adapter, attn, mlp)
 
-    def _multiply(self, attn: torch.Tensor, mlp: torch.Tensor) -> torch.Tensor:
+    def _multiply(
+        self, attn: torch.Tensor, mlp: torch.Tensor, later: LaterRows | None
+    ) -> torch.Tensor:
         alone = platform.group_size(self.tp_group) == 1
         plan = _overlap_plan(self.config, self.tp_group, self.layer_name)
         if plan is not None:
             weights = [self.attn_weight, self.mlp_weight]
-            return row_parallel([attn, mlp], weights, self.bias, plan)
+            return row_parallel([attn, mlp], weights, self.bias, plan, later)
         partial = F.linear(attn, self.attn_weight, self.bias if alone else None)
         partial = torch.addmm(partial.flatten(0, 1), mlp.flatten(0, 1), self.mlp_weight.t())
         partial = partial.view(*attn.shape[:-1], -1)

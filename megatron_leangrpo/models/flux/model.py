@@ -20,6 +20,7 @@ from megatron_leangrpo import platform
 from megatron_leangrpo.models.common.attention import (
     HeadNorm,
     SelfAttention,
+    Stream,
     name_attentions,
     normalise_and_rotate,
     split_qkv,
@@ -178,13 +179,9 @@ class JointAttention(MegatronModule):
         # Text is all at the origin, which rotates nothing.
         txt_qk = normalise_and_rotate(txt_qk, self.added_q_layernorm, self.added_k_layernorm, None)
 
-        qk, v = torch.cat((txt_qk, img_qk)), torch.cat((txt_v, img_v))
-        out = self.core_attention(qk, v, positions.attended_paired)
-        txt, img = out.split((txt_rows.tokens, img_rows.tokens))
-        return (
-            self.linear_proj(img_rows.restore(img)),
-            self.added_linear_proj(txt_rows.restore(txt)),
-        )
+        streams = [Stream(txt_qk, txt_v, txt_rows), Stream(img_qk, img_v, img_rows)]
+        txt_attn, img_attn = self.core_attention(streams, positions.attended_paired)
+        return self.linear_proj(*img_attn), self.added_linear_proj(*txt_attn)
 
 
 class SingleStreamBlock(MegatronModule):
@@ -214,10 +211,11 @@ class SingleStreamBlock(MegatronModule):
         rows = positions.projected_joined
         qk, v = split_qkv(rows.drop(qkv), self.head_dim)
         qk = normalise_and_rotate(qk, self.q_layernorm, self.k_layernorm, positions.joined)
-        attn = self.core_attention(qk, v, positions.attended_joined)
+        stream = Stream(qk, v, rows)
+        ((attn, later),) = self.core_attention([stream], positions.attended_joined)
         mlp = F.gelu(mlp, approximate="tanh")
 
-        return gated_residual(tokens, gate, self.linear_out(rows.restore(attn), mlp))
+        return gated_residual(tokens, gate, self.linear_out(attn, mlp, later))
 
 
 class LastLayer(MegatronModule):

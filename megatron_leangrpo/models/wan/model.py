@@ -27,6 +27,7 @@ from megatron_leangrpo.models.common.attention import (
     CoreAttention,
     HiddenNorm,
     SelfAttention,
+    Stream,
     name_attentions,
     normalise_across_heads,
     split_qkv,
@@ -217,8 +218,8 @@ class VideoAttention(MegatronModule):
         qk, v = split_qkv(rows.projected.drop(self.linear_qkv(x)), self.head_dim)
         # Over all heads, so before the context-parallel ranks take some of them away.
         qk = normalise_across_heads(qk, self.q_rms, self.k_rms, table=rows.table)
-        out = self.core_attention(qk, v, rows.attended)
-        return self.linear_proj(rows.projected.restore(out))
+        (out,) = self.core_attention([Stream(qk, v, rows.projected)], rows.attended)
+        return self.linear_proj(*out)
 
 
 class CrossAttention(MegatronModule):
