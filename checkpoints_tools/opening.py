@@ -20,7 +20,13 @@ from megatron_leangrpo.models.common.config import TransformerSettings
 from megatron_leangrpo.models.common.conversion import Converted, TensorInfo, TensorSource
 from megatron_leangrpo.models.common.weights import Rule, full_shapes, shard_dim
 from megatron_leangrpo.models.families import ModelFamily, family_names, model_family
-from megatron_leangrpo.models.loading import CONFIG, WeightFiles, check_guidance, read_json
+from megatron_leangrpo.models.loading import (
+    CONFIG,
+    WeightFiles,
+    check_guidance,
+    read_json,
+    without_unused,
+)
 from megatron_leangrpo.models.saving import DTYPE_NAMES
 
 
@@ -158,6 +164,9 @@ def _open_safetensors(found: SafetensorsInput, setting: str) -> Checkpoint:
     family_name = _family_of(tensors.layout, found, setting)
     family = model_family(family_name)
     is_original = _is_original(family, tensors.layout)
+    tensors, unused = without_unused(tensors, family.class_name)
+    if unused:
+        notes.append(f"left out {len(unused)} tensors that the model never uses: {listed(unused)}")
     config = found.config
     if is_original and (config is None or config.get("_class_name") != family.class_name):
         try:

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_leangrpo.models.common.conversion import TensorInfo, TensorSource
+from megatron_leangrpo.models.common.conversion import Renamed, TensorInfo, TensorSource
 
 CONFIG = "config.json"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -19,6 +20,8 @@ FLUX_CLASS = "FluxTransformer2DModel"
 WRAPPER_PREFIXES = ("_orig_mod.", "module.")
 GUIDANCE_TENSORS = "time_text_embed.guidance_embedder."
 
+# What the published files of Wan 2.1 I2V hold and the model does not use; diffusers drops it, too.
+_UNUSED = {"WanTransformer3DModel": re.compile(r"blocks\.\d+\.attn2\.norm_added_q\.weight")}
 
 # safetensors' names of dtypes.
 _DTYPES = {
@@ -56,16 +59,26 @@ def read_transformer_config(
 
 def load_transformer_folder(
     folder: str | Path, class_name: str = FLUX_CLASS
-) -> tuple[dict[str, Any], WeightFiles]:
+) -> tuple[dict[str, Any], TensorSource]:
     """The configuration and the weights of a folder; a tensor is read when it is asked for.
 
+    Tensors that published files hold and no model uses are left out.
     Raises ValueError for whatever can be seen to be wrong without reading a tensor: no such folder,
     a missing, truncated or ambiguous file, another class, guidance in one place and not the other.
     """
     config = read_transformer_config(folder, class_name)
-    weights = WeightFiles(Path(folder))
+    weights, _ = without_unused(WeightFiles(Path(folder)), class_name)
     check_guidance(config, weights, Path(folder) / CONFIG)
     return config, weights
+
+
+def without_unused(tensors: TensorSource, class_name: str) -> tuple[TensorSource, list[str]]:
+    """The tensors of a model, and the names of those in its published files that it never uses."""
+    pattern = _UNUSED.get(class_name)
+    unused = [name for name in tensors if pattern is not None and pattern.fullmatch(name)]
+    if not unused:
+        return tensors, []
+    return Renamed(tensors, {name: name for name in tensors if name not in unused}), unused
 
 
 def check_guidance(

@@ -22,6 +22,7 @@ from megatron_leangrpo.models.flux.config import from_diffusers_config, to_diffu
 from megatron_leangrpo.models.flux.model import FluxTransformer
 from megatron_leangrpo.models.flux.original import weight_rules as original_rules
 from megatron_leangrpo.models.flux.weight_map import export_diffusers_state_dict
+from megatron_leangrpo.models.loading import load_transformer_folder
 from megatron_leangrpo.models.wan import config as wan_config
 from megatron_leangrpo.models.wan.model import WanTransformer
 from megatron_leangrpo.models.wan.weight_map import weight_rules as wan_rules
@@ -118,6 +119,23 @@ def test_wan_goes_through_bit_for_bit_under_both_namings(tmp_path, variant, nami
     assert published.same(published.read_folder(tmp_path / "out"), state)
     exported = json.loads((tmp_path / "out" / "config.json").read_text())
     assert wan_config.from_diffusers_config(exported) == settings
+
+
+def test_a_norm_that_published_wan_files_hold_and_no_model_uses_is_left_out(tools, tmp_path):
+    settings = wan_parity.image_to_video()
+    state = {n: t.clone() for n, t in wan_parity.diffusers_model(settings).state_dict().items()}
+    unused = {f"blocks.{n}.attn2.norm_added_q.weight": torch.ones(64) for n in range(2)}
+    config = wan_config.to_diffusers_config(settings)
+    plain = published.save_folder(tmp_path / "plain", state | unused, config)
+    outcome = tools("import", "--model", "wan", "--input", plain, "--output", tmp_path / "megatron")
+    assert outcome.status == 0, outcome
+    assert "left out 2 tensors that the model never uses: blocks.0.attn2.norm" in outcome.out
+    export_weights(str(tmp_path / "megatron"), str(tmp_path / "out"), False, 10**9)
+    # As diffusers itself would write them after loading: without.
+    assert published.same(published.read_folder(tmp_path / "out"), state)
+    assert tools("verify", plain, tmp_path / "out").status == 0
+    # A run reads the same folder.
+    assert load_transformer_folder(plain, "WanTransformer3DModel")[1].layout.keys() == state.keys()
 
 
 def _load_wan(tensor_parallel: int, folder: str, config: dict) -> dict[str, torch.Tensor]:
