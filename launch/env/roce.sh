@@ -2,6 +2,7 @@
 # shellcheck shell=bash
 # RDMA over converged Ethernet between the nodes.
 
+# As for InfiniBand: a prefix takes mlx5_0, mlx5_1 ...
 export NCCL_IB_HCA="${NCCL_IB_HCA:-mlx5}"
 
 # RoCE v2 with an IPv4 address is entry 3 of the table on most installations (show_gids lists it);
