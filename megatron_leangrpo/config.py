@@ -262,6 +262,9 @@ class PromptConfig:
     """Training prompts."""
     evaluation: str | None = None
     """Held-out prompts of the evaluation; the training prompts when not given."""
+    embedding_cache: str | None = None
+    """Folder that keeps the prompts' embeddings. A run encodes what is new before it loads the
+    transformer, and frees the text encoders; they are not loaded where nothing is new."""
 
 
 @dataclass(frozen=True)

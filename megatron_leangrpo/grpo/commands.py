@@ -21,6 +21,7 @@ _EXTRA_MODULES = {"ocr": ("rapidocr", "onnxruntime"), "video": ("av",), "wandb":
 
 def train(recipe: str, overrides: Sequence[str], dry_run: bool = False) -> None:
     """Run a recipe; with `dry_run` only check it and print what it would do."""
+    from megatron_leangrpo.conditioning.cache import CachedEncoder
     from megatron_leangrpo.grpo.dry_run import check_and_describe
     from megatron_leangrpo.grpo.experiment import build_experiment
     from megatron_leangrpo.grpo.run_report import RunReport
@@ -41,6 +42,8 @@ def train(recipe: str, overrides: Sequence[str], dry_run: bool = False) -> None:
         experiment = build_experiment(config)
         advance(1)
     experiment.scorer.warn = console.warning
+    if isinstance(experiment.encoder, CachedEncoder):
+        console.line(experiment.encoder.summary)
     if platform.is_logging_rank():
         prompts = (*experiment.prompts, *experiment.evaluation_prompts)
         for note in experiment.encoder.notes([prompt.text for prompt in prompts]):

@@ -8,6 +8,7 @@ import torch
 
 from megatron_leangrpo import platform
 from megatron_leangrpo.codecs.base import LatentCodec
+from megatron_leangrpo.conditioning.cache import CachedEncoder
 from megatron_leangrpo.conditioning.encoders import Conditioning, TextEncoder
 from megatron_leangrpo.conditioning.prompts import Prompt, PromptSampler
 from megatron_leangrpo.config import GrpoConfig, RunConfig
@@ -114,6 +115,10 @@ def build_experiment(config: RunConfig) -> Experiment:
     objective = objective_config(config)
     sampler = PromptSampler(prompts, config.grpo.prompts_per_iteration, config.seed)
     codec, encoder = build_codec(architecture), build_encoder(config, architecture)
+    if isinstance(encoder, CachedEncoder):
+        texts = [prompt.text for prompt in (*prompts, *evaluation_prompts)]
+        negative = [sampling.negative_prompt] if sampling.cfg_scale > 1 else []
+        encoder.prepare([*texts, *negative], noted=texts)
 
     model = architecture.build_model(platform.device())
     policy = Policy(model, grid, architecture.config.params_dtype)

@@ -28,6 +28,7 @@ from megatron_leangrpo.conditioning import (
     WanTextEncoder,
     load_prompts,
 )
+from megatron_leangrpo.conditioning.cache import CachedEncoder, encoder_identity
 from megatron_leangrpo.config import RunConfig
 from megatron_leangrpo.grpo.architecture import Architecture
 from megatron_leangrpo.grpo.assets import resolve_asset
@@ -66,20 +67,31 @@ def check_prompts(
 
 
 def build_encoder(config: RunConfig, architecture: Architecture) -> TextEncoder:
-    """Load the base's text encoders; hashed embeddings stand in for a model of random weights."""
-    model = architecture.config
-    if architecture.base is None:
+    """Load the base's text encoders; hashed embeddings stand in for a model of random weights.
+
+    With `prompts.embedding_cache` they are loaded when there is something new to encode.
+    """
+    model, base = architecture.config, architecture.base
+    if base is None:
         return SyntheticTextEncoder(
             config.model.max_text_tokens, model.joint_attention_dim, model.pooled_projection_dim
         )
-    encoder = FluxTextEncoder if model.temporal_stride is None else WanTextEncoder
-    return encoder.from_pipeline(
-        architecture.base,
-        max_sequence_length=config.model.max_text_tokens,
-        # A float64 run sees the same embeddings as a float32 run.
-        dtype=torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32,
-        device=platform.device(),
-    )
+    kind = FluxTextEncoder if model.temporal_stride is None else WanTextEncoder
+    # A float64 run sees the same embeddings as a float32 run.
+    dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+    length = config.model.max_text_tokens
+
+    def load() -> TextEncoder:
+        return kind.from_pipeline(
+            base, max_sequence_length=length, dtype=dtype, device=platform.device()
+        )
+
+    if config.prompts.embedding_cache is None:
+        return load()
+    cache = Path(config.prompts.embedding_cache)
+    settings = {"encoder": kind.__name__, "dtype": str(dtype), "length": length}
+    identity = platform.text_from_first_rank(lambda: encoder_identity(base, cache, **settings))
+    return CachedEncoder(cache, identity, load)
 
 
 def latent_geometry(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from megatron_leangrpo.conditioning import FluxTextEncoder
 from megatron_leangrpo.config_reader import read_config, read_recipe
 from megatron_leangrpo.grpo import commands, run_report
 from megatron_leangrpo.grpo.experiment import build_experiment
@@ -98,11 +99,23 @@ def check_files(folder: Path) -> None:
     ("prompt_file", "name"), [(name, name) for name in FILES], indirect=["prompt_file"]
 )
 def test_runs_and_pictures_twice_in_a_row(prompt_file, name, tmp_path, capsys):
+    options = [*overrides(prompt_file), "--prompts.embedding_cache=runs/embeddings"]
+    load = FluxTextEncoder.from_pipeline
     for number in (1, 2):
-        with mock.patch.object(run_report, "save_curves"):
-            commands.train("flux_tiny", overrides(prompt_file))
-        check_lines(capsys.readouterr().out, name)
-        commands.sample("flux_tiny", overrides(prompt_file))
+        # The second run finds everything in the cache, what it says of cuts too.
+        loaded = mock.Mock(side_effect=load if number == 1 else AssertionError)
+        with (
+            mock.patch.object(run_report, "save_curves"),
+            mock.patch.object(FluxTextEncoder, "from_pipeline", loaded),
+        ):
+            commands.train("flux_tiny", options)
+        assert loaded.call_count == (1 if number == 1 else 0)
+        out = capsys.readouterr().out
+        new = len(FILES[name][0]) if number == 1 else 0
+        assert f"embeddings: {new} of {len(FILES[name][0])} prompts are new" in out
+        check_lines(out, name)
+        with mock.patch.object(FluxTextEncoder, "from_pipeline", side_effect=AssertionError):
+            commands.sample("flux_tiny", options)
         check_lines(capsys.readouterr().out, name)
         check_files(tmp_path)
         samples = Path("runs") / f"flux_tiny-samples-{number}" / "samples"
