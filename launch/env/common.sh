@@ -1,5 +1,6 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 # shellcheck shell=bash
+# Sourced by launch/torchrun.sh where PRESETS names it.
 # For every GPU run: what torch and CUDA should do whatever the cluster.
 
 # Memory segments that grow in place: a rollout and an update want blocks of different sizes, and

@@ -1,5 +1,6 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 # shellcheck shell=bash
+# Sourced by launch/torchrun.sh where PRESETS names it.
 # AWS Elastic Fabric Adapter; needs the aws-ofi-nccl plugin in the image.
 
 # The fabric's provider by name: libfabric would fall back to TCP without a word where the plugin

@@ -1,5 +1,6 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 # shellcheck shell=bash
+# Sourced by launch/torchrun.sh where PRESETS names it.
 # TCP over Ethernet between the nodes: no RDMA.
 
 # Adapters that are there but lead nowhere are not tried.

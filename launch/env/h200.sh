@@ -1,5 +1,6 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 # shellcheck shell=bash
+# Sourced by launch/torchrun.sh where PRESETS names it.
 # H200 (Hopper) with NVLink between the GPUs of a node.
 
 # One queue from host to device: kernels start in the order they were given, so that a collective

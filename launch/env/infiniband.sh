@@ -1,5 +1,6 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 # shellcheck shell=bash
+# Sourced by launch/torchrun.sh where PRESETS names it.
 # InfiniBand between the nodes, with one adapter near each GPU.
 
 # Data-centre adapters are mlx5_0, mlx5_1 ...; a prefix takes all of them. Where storage has

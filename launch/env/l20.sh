@@ -1,5 +1,6 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 # shellcheck shell=bash
+# Sourced by launch/torchrun.sh where PRESETS names it.
 # L20 (Ada): PCIe alone, no NVLink.
 
 # One queue, for the order of collectives and products, as on other GPUs before Blackwell.

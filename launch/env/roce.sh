@@ -1,5 +1,6 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 # shellcheck shell=bash
+# Sourced by launch/torchrun.sh where PRESETS names it.
 # RDMA over converged Ethernet between the nodes.
 
 # As for InfiniBand: a prefix takes mlx5_0, mlx5_1 ...
