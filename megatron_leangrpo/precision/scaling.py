@@ -1,0 +1,61 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""The scales of delayed scaling: frozen for an iteration, renewed from the maxima it has seen.
+
+transformer-engine renews scales after every forward. Here a rollout and the updates on it must
+quantise alike, or the probability ratio would not be 1 before the first update; so an entry of the
+history is an iteration. Maxima are those of all ranks, as with transformer-engine's `reduce_amax`:
+scales do not depend on the layout.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from megatron_leangrpo.precision.quantise import amax, delayed_scale_of
+from megatron_leangrpo.precision.recipe import Fp8Settings
+
+
+class DelayedScales(torch.nn.Module):
+    """Scales and histories of a model's tensors `[slots]`, as buffers for a checkpoint."""
+
+    def __init__(self, slots: int, settings: Fp8Settings) -> None:
+        super().__init__()
+        self._settings = settings
+        self._records = False
+        self.register_buffer("amax_history", torch.zeros(settings.amax_history_len, slots))
+        self.register_buffer("scale", torch.ones(slots))
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Forwards inside count for the next scales; those of an evaluation do not."""
+        self._records = True
+        try:
+            yield
+        finally:
+            self._records = False
+
+    def scale_of(self, slot: int, x: torch.Tensor) -> torch.Tensor:
+        """The scale of a tensor, after a look at it."""
+        if self._records:
+            newest = self.amax_history[0, slot]
+            newest.copy_(torch.maximum(newest, amax(x.detach())))
+        return self.scale[slot]
+
+    def renew(self) -> None:
+        """Take the scales from the histories and begin a new entry (a collective of the world).
+
+        `amax_and_scale_update` (transformer-engine, common/recipe/delayed_scaling.cu).
+        """
+        settings, history = self._settings, self.amax_history
+        newest = history[0].clone()
+        if dist.is_initialized():
+            dist.all_reduce(newest, op=dist.ReduceOp.MAX)
+        history[0] = newest
+        largest = newest if settings.amax_compute_algo == "most_recent" else history.amax(0)
+        self.scale.copy_(
+            delayed_scale_of(largest, self.scale, settings.forward_dtype, settings.margin)
+        )
+        self.amax_history.copy_(history.roll(-1, 0))
+        self.amax_history[0] = 0
