@@ -2,6 +2,7 @@
 """The arguments of `leangrpo overlap`; imports nothing that is slow."""
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 
@@ -31,11 +32,11 @@ def _add_simulate(kinds: Any) -> None:
     add("--ranks", type=int, default=4, metavar="N", help="ranks of the group")
     add(
         "--collective",
-        choices=["reduce-scatter", "all-gather"],
+        choices=["reduce-scatter", "all-gather", "all-to-all"],
         default="reduce-scatter",
-        help="what the layer needs",
+        help="what the layer needs; all-to-all: an attention between two of them (Ulysses)",
     )
-    add("--sub-slices", type=int, default=4, metavar="M", help="cuts of a slice in the last row")
+    _add_sub_slices(add)
     add("--slices", type=int, default=8, metavar="K", help="collectives of plain slicing")
     add(
         "--add-ms",
@@ -74,7 +75,13 @@ def _add_measure(kinds: Any) -> None:
     add("--compute-ms", type=float, default=200.0, metavar="MS", help="the layer's product")
     add("--collective-ms", type=float, default=90.0, metavar="MS", help="the collective alone")
     add("--ranks", type=int, default=4, metavar="N", help="ranks, up to 8")
-    add("--sub-slices", type=int, default=4, metavar="M", help="cuts of a slice in the last row")
+    add(
+        "--collective",
+        choices=["reduce-scatter", "all-to-all"],
+        default="reduce-scatter",
+        help="what the layer needs; all-to-all: an attention between two of them (Ulysses)",
+    )
+    _add_sub_slices(add)
     add("--slices", type=int, default=4, metavar="K", help="collectives of plain slicing")
     add("--repeat", type=int, default=3, metavar="TIMES", help="runs, of which the best counts")
     _add_outputs(measure)
@@ -84,6 +91,11 @@ def _add_measure(kinds: Any) -> None:
         help="also measure this machine's products and link for the cost model (JSON)",
     )
     measure.set_defaults(run=_measure)
+
+
+def _add_sub_slices(add: Callable[..., object]) -> None:
+    text = "cuts of a slice in the last row; all-to-all: groups of heads"
+    add("--sub-slices", type=int, default=4, metavar="M", help=text)
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -118,6 +130,7 @@ def _measure(arguments: argparse.Namespace) -> None:
         compute_ms=arguments.compute_ms,
         collective_ms=arguments.collective_ms,
         ranks=arguments.ranks,
+        collective=arguments.collective,
         sub_slices=arguments.sub_slices,
         slices=arguments.slices,
         repeat=arguments.repeat,

@@ -8,22 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_leangrpo.files import atomic_write
-from megatron_leangrpo.overlap.cost_model import (
-    Collective,
-    Costs,
-    Flash,
-    exposed,
-    flash_time,
-    none_time,
-    slicing_time,
-)
-from megatron_leangrpo.overlap.simulator import (
-    Span,
-    end_of,
-    simulate_flash,
-    simulate_none,
-    simulate_slicing,
-)
+from megatron_leangrpo.overlap.compared import row_of, simulated_modes, sweep_row
+from megatron_leangrpo.overlap.cost_model import Collective, Costs, exposed, messages
+from megatron_leangrpo.overlap.simulator import Span, end_of
 from megatron_leangrpo.overlap.timeline import save_timeline
 from megatron_leangrpo.reporting.console import Console
 
@@ -57,28 +44,28 @@ def simulate(
         _check_not_negative(option, value)
     _check_layer(compute_ms, collective_ms, ranks, sub_slices, slices, most_ranks=64)
     _check_folders(json_path, timeline_path)
-    message_ms = collective_ms / (ranks - 1)
-    if latency_ms > message_ms:
+    count = messages(collective, ranks)
+    if latency_ms > collective_ms / count:
         raise ValueError(
-            f"--latency-ms is {latency_ms:g}: {ranks - 1} messages of it are longer than "
-            f"--collective-ms {collective_ms:g}; at most {message_ms:g}"
+            f"--latency-ms is {latency_ms:g}: {count} messages of it are longer than "
+            f"--collective-ms {collective_ms:g}; at most {collective_ms / count:g}"
         )
     costs = Costs.of_layer(
         ranks=ranks,
         compute=compute_ms,
-        collective=collective_ms - (ranks - 1) * latency_ms,
+        collective=collective_ms - count * latency_ms,
         latency=latency_ms,
         add=add_ms,
     )
-    played = _modes(costs, collective, sub_slices, slices, slice_cost_ms)
-    layer = [_row(name, spans, costs) for name, spans in played.items()]
+    played = simulated_modes(costs, collective, sub_slices, slices, slice_cost_ms)
+    layer = [row_of(name, played, costs) for name in played]
     sweep = [
-        {"ranks": size, **_sweep_row(costs, size, collective, sub_slices, slices, slice_cost_ms)}
+        {"ranks": size, **sweep_row(costs, size, collective, sub_slices, slices, slice_cost_ms)}
         for size in _SWEEP
     ]
     console = Console()
     console.facts(
-        f"{collective} beside a product on {ranks} ranks",
+        f"{_beside(collective)} on {ranks} ranks",
         {
             "compute": f"{compute_ms:g} ms",
             "collective": f"{collective_ms:g} ms alone",
@@ -100,6 +87,7 @@ def measure(
     compute_ms: float,
     collective_ms: float,
     ranks: int,
+    collective: Collective,
     sub_slices: int,
     slices: int,
     repeat: int,
@@ -107,7 +95,7 @@ def measure(
     timeline_path: str | None,
     calibration_path: str | None,
 ) -> None:
-    """Run each mode's reduce-scatter on real ranks of this machine over an emulated link."""
+    """Run each mode's loops on real ranks of this machine over an emulated link."""
     from megatron_leangrpo.overlap.measure import Setting, joined, measure_here
     from megatron_leangrpo.overlap.rank_processes import run_on_ranks
 
@@ -115,23 +103,23 @@ def measure(
     _check_between("--repeat", repeat, 1, 100)
     _check_folders(json_path, timeline_path, calibration_path)
     costs = Costs.of_layer(ranks=ranks, compute=compute_ms / 1000, collective=collective_ms / 1000)
-    setting = Setting(costs, slices, sub_slices, repeat)
+    setting = Setting(costs, slices, sub_slices, repeat, collective)
     in_ms = Costs.of_layer(ranks=ranks, compute=compute_ms, collective=collective_ms)
-    predicted = _modes(in_ms, "reduce-scatter", sub_slices, slices, 0.0)
+    predicted = simulated_modes(in_ms, collective, sub_slices, slices, 0.0)
     measured = {
         name: [_in_ms(span) for span in spans]
         for name, spans in joined(run_on_ranks(ranks, measure_here, setting)).items()
     }
     rows = [
         {
-            **_row(name, spans, in_ms),
+            **row_of(name, measured, in_ms),
             "predicted_ms": exposed(end_of(predicted[name]), in_ms),
         }
-        for name, spans in measured.items()
+        for name in measured
     ]
     console = Console()
     console.facts(
-        f"reduce-scatter on {ranks} ranks of this machine, best of {repeat}",
+        f"{_beside(collective)} on {ranks} ranks of this machine, best of {repeat}",
         {
             "compute": f"{compute_ms:g} ms of waiting in place of products",
             "collective": f"{collective_ms:g} ms alone on an emulated link",
@@ -150,7 +138,7 @@ def measure(
             for row in rows
         ],
     )
-    _write(console, json_path, {"ranks": ranks, "modes": rows})
+    _write(console, json_path, {"collective": collective, "ranks": ranks, "modes": rows})
     if timeline_path:
         title = f"measured on {ranks} ranks: compute {compute_ms:g} ms, link {collective_ms:g} ms"
         _draw(console, timeline_path, measured, compute_ms, title)
@@ -189,6 +177,12 @@ def print_choices(console: Console, chosen: "Mapping[Shape, Choice]") -> None:
     )
 
 
+def _beside(collective: Collective) -> str:
+    if collective == "all-to-all":
+        return "attention between two all-to-alls (Ulysses)"
+    return f"{collective} beside a product"
+
+
 def _in_ms(span: Span) -> Span:
     return replace(span, start=span.start * 1000, end=span.end * 1000)
 
@@ -208,62 +202,6 @@ def _draw(
 ) -> None:
     save_timeline(path, modes, compute_ms, title)
     console.line(f"timeline: {path}")
-
-
-def _modes(
-    costs: Costs, collective: Collective, sub_slices: int, slices: int, slice_cost: float
-) -> dict[str, list[Span]]:
-    return {
-        "none": simulate_none(costs, collective),
-        f"slicing ({slices})": simulate_slicing(costs, collective, slices, slice_cost),
-        **{
-            name: simulate_flash(costs, collective, flash)
-            for name, flash in _flash(collective, sub_slices)
-        },
-    }
-
-
-def _flash(collective: Collective, sub_slices: int) -> list[tuple[str, Flash]]:
-    """Whole slices, and slices cut further, whose running sum is the product's own addend."""
-    cut = Flash(sub_slices=sub_slices, in_product=collective == "reduce-scatter")
-    modes = [("flash (ring, 1)", Flash()), (f"flash (ring, {sub_slices})", cut)]
-    return modes if sub_slices > 1 else modes[:1]
-
-
-def _row(name: str, spans: Sequence[Span], costs: Costs) -> dict[str, Any]:
-    end = end_of(spans)
-    return {
-        "mode": name,
-        "exposed_ms": exposed(end, costs),
-        "end_ms": end,
-        "saved": 1 - end / none_time(costs),
-    }
-
-
-def _sweep_row(
-    costs: Costs,
-    size: int,
-    collective: Collective,
-    sub_slices: int,
-    slices: int,
-    slice_cost: float,
-) -> dict[str, float]:
-    """The same layer and tokens on `size` ranks: products, slices and additions get smaller."""
-    share = costs.ranks / size
-    scaled = Costs(
-        ranks=size,
-        compute=costs.compute * share**2,
-        hop=costs.hop * share,
-        latency=costs.latency,
-        add=costs.add * share,
-    )
-    row = {"compute_ms": scaled.compute_total, "collective_ms": scaled.collective_total}
-    times = {
-        "none": none_time(scaled),
-        f"slicing ({slices})": slicing_time(scaled, slices, slice_cost),
-        **{name: flash_time(scaled, collective, f) for name, f in _flash(collective, sub_slices)},
-    }
-    return row | {name: exposed(time, scaled) for name, time in times.items()}
 
 
 def _print_layer(console: Console, rows: Sequence[dict[str, Any]]) -> None:

@@ -99,6 +99,11 @@ def flash_time(costs: Costs, collective: Collective, flash: Flash) -> float:
     return _ring_reduce_scatter(costs, flash.sub_slices)
 
 
+def messages(collective: Collective, ranks: int) -> int:
+    """Messages of a rank in a collective that is not cut; those of an attention are two."""
+    return (2 if collective == "all-to-all" else 1) * (ranks - 1)
+
+
 def attention_time(costs: Costs, groups: int) -> float:
     """An attention between two all-to-alls, cut into groups of heads; one group overlaps nothing.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_leangrpo.overlap.cost_model import Costs, Flash
+from megatron_leangrpo.overlap.cost_model import Collective, Costs, Flash
 from megatron_leangrpo.overlap.emulated_link import Clock, EmulatedLink, WallClock
 from megatron_leangrpo.overlap.engine import (
     Exchange,
@@ -20,7 +20,9 @@ from megatron_leangrpo.overlap.engine import (
 )
 from megatron_leangrpo.overlap.schedule import all_to_all_steps
 from megatron_leangrpo.overlap.simulator import Span, end_of
+from megatron_leangrpo.overlap.trace import Trace
 from megatron_leangrpo.overlap.transport import Pending, TorchTransport
+from megatron_leangrpo.overlap.ulysses import attend_in_groups
 
 _FEATURES = 4
 
@@ -32,7 +34,9 @@ class Setting:
     costs: Costs
     chunks: int
     sub_slices: int
+    """Of a slice, or groups of heads."""
     repeats: int
+    collective: Collective = "reduce-scatter"
 
     @property
     def rows(self) -> int:
@@ -47,12 +51,18 @@ class _Player:
         self.setting, self.rank, self.size = setting, transport.rank, transport.size
         self.clock, self.started = clock, clock.now()
         self.spans: list[Span] = []
-        bandwidth = setting.rows * _FEATURES * 4 / setting.costs.hop
+        # What goes to one rank: a slice, or three tensors and back one, of every group of heads.
+        rows = 4 * setting.sub_slices if setting.collective == "all-to-all" else setting.rows
+        bandwidth = rows * _FEATURES * 4 / setting.costs.hop
         self.link = EmulatedLink(
             transport, bandwidth, setting.costs.latency, clock, sent=self._sent
         )
+        self.trace = Trace()
 
     def _sent(self, slice_: int, leaves: float, arrives: float) -> None:
+        if self.trace.events:
+            # A message of a group of heads, which the exchange has just recorded.
+            slice_ = self.trace.events[-1].part
         span = Span(self.rank, "send", slice_, leaves - self.started, arrives - self.started)
         self.spans.append(span)
 
@@ -90,9 +100,29 @@ class _Player:
         reduction = Reduction(rows * self.size, rows, _FEATURES, torch.float32, torch.device("cpu"))
         products_reduce_scatter(reduction, produce, Exchange(self.link, flash, "flash"))
 
+    def attention(self, groups: int) -> None:
+        """The pipeline of the engine around an attention."""
+        heads = self.setting.sub_slices // groups
+        packs = [torch.zeros(self.size, 1, 1, heads, 3, _FEATURES) for _ in range(groups)]
+        attended = iter(range(groups))
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            self.compute(next(attended), self.size / groups)
+            return v.flatten(2)
+
+        there, back = (Exchange(self.link, Flash(), way, self.trace) for way in ("there", "back"))
+        attend_in_groups(attend, packs, there, back)
+
 
 def modes(setting: Setting) -> dict[str, Callable[[_Player], None]]:
     """What is compared, by the name it is printed under."""
+    if setting.collective == "all-to-all":
+        return {
+            "none": lambda player: player.attention(1),
+            f"flash ({setting.sub_slices} groups)": lambda player: player.attention(
+                setting.sub_slices
+            ),
+        }
     cut = Flash(sub_slices=setting.sub_slices, in_product=True)
     compared: dict[str, Callable[[_Player], None]] = {
         "none": lambda player: player.chunks(1),

@@ -23,6 +23,20 @@ def test_simulate_prints_the_published_setting_and_writes_it(leangrpo, tmp_path)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_simulate_plays_an_attention_between_all_to_alls(leangrpo, tmp_path):
+    table, picture = tmp_path / "table.json", tmp_path / "timeline.png"
+    settings = ["--collective=all-to-all", "--compute-ms=80", "--collective-ms=40"]
+    settings += ["--latency-ms=0", "--sub-slices=5", f"--json={table}", f"--timeline={picture}"]
+    result = leangrpo("overlap", "simulate", *settings)
+    assert result.status == 0 and "attention between two all-to-alls" in result.out
+    report = json.loads(table.read_text())
+    exposed = {row["mode"]: row["exposed_ms"] for row in report["modes"]}
+    assert exposed == pytest.approx({"none": 40.0, "flash (5 groups)": 8.0})
+    # More ranks have fewer heads each, and send less to each of more.
+    assert report["sweep"][-1]["collective_ms"] < report["sweep"][1]["collective_ms"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [

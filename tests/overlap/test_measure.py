@@ -35,6 +35,16 @@ def test_the_modes_expose_what_the_cost_model_says(run_ranks):
     )
 
 
+def test_groups_of_heads_expose_what_the_cost_model_says(run_ranks):
+    setting = Setting(COSTS, chunks=1, sub_slices=4, repeats=1, collective="all-to-all")
+    spans = joined(run_ranks(4, _virtual, setting))
+    exposed = {name: exposed_seconds(of_mode, COSTS) for name, of_mode in spans.items()}
+    assert exposed == pytest.approx({"none": 0.090, "flash (4 groups)": 0.0225})
+    sent = [span.slice for span in spans["flash (4 groups)"] if span.kind == "send"]
+    # Three messages there and three back, of every group and rank.
+    assert sorted(sent) == sorted([0, 1, 2, 3] * 6 * 4)
+
+
 def test_a_calibration_is_read_as_it_was_written_and_anything_else_is_named(tmp_path):
     path = tmp_path / "calibration.json"
     calibration = Calibration("CPU", "float32", 1e11, {"1": 1.0, "4": 0.9}, 1.1, 1e10, 1e9, 1e-5)

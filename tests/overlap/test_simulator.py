@@ -8,6 +8,7 @@ import pytest
 from megatron_leangrpo.overlap.cost_model import (
     Costs,
     Flash,
+    attention_time,
     bulk_backward_time,
     exposed,
     flash_time,
@@ -16,6 +17,7 @@ from megatron_leangrpo.overlap.cost_model import (
     slicing_time,
 )
 from megatron_leangrpo.overlap.schedule import Message, Step, all_gather_steps, reduce_scatter_steps
+from megatron_leangrpo.overlap.simulated_attention import simulate_attention
 from megatron_leangrpo.overlap.simulator import (
     DeadlockError,
     end_of,
@@ -144,3 +146,15 @@ def test_a_slice_hides_its_hop_from_a_number_of_features_on():
     )
     assert features == pytest.approx(1722, abs=1)
     assert costs.compute == pytest.approx(costs.hop)
+
+
+def test_closed_form_and_simulator_of_an_attention_between_exchanges_agree():
+    for costs, _, flash in _settings(300):
+        played = end_of(simulate_attention(costs, flash.sub_slices))
+        assert attention_time(costs, flash.sub_slices) == pytest.approx(played)
+
+
+def test_groups_of_heads_hide_all_but_the_ways_of_the_first_and_the_last():
+    costs = Costs(ranks=4, compute=10.0, hop=8.0)
+    times = [attention_time(costs, groups) for groups in (1, 2, 4, 8)]
+    assert [exposed(time, costs) for time in times] == pytest.approx([24.0, 12.0, 6.0, 3.0])
