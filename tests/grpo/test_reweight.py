@@ -41,6 +41,14 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "grpo": {"ratio_norm": "grpo_guard"},
     },
     "two updates, the first of them": {"grpo": {"updates_per_rollout": 2}},
+    "videos by two experts, guided, KL": tiny.merged(
+        tiny.WAN,
+        {
+            "model": {"preset": "wan_smallest_experts"},
+            "sampling": {"num_steps": 4, "cfg_scale": 4.0, "cfg_forwards": "separate"},
+            "grpo": {"kl_beta": 0.5, "kl_form": "exact"},
+        },
+    ),
 }
 
 
@@ -100,7 +108,11 @@ LAYOUTS = {
             "two updates, the first of them",
         ],
     ),
-    "tp 2": (2, 2, ["eight trajectories of a group", "KL"]),
+    "tp 2": (
+        2,
+        2,
+        ["eight trajectories of a group", "KL", "videos by two experts, guided, KL"],
+    ),
     "dp 4": (4, 1, ["sum of rewards", "four groups of two"]),
 }
 
