@@ -1,10 +1,10 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """Sample videos as MP4 files: single ones, captioned grids that play, and before beside after."""
 
-import dataclasses
 import importlib.util
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from PIL import Image
@@ -18,7 +18,8 @@ FRAMES_PER_SECOND = 16
 """Of Wan 2.1 and 2.2 A14B."""
 # libx264's quality: what is left out cannot be seen.
 _CONSTANT_RATE_FACTOR = "16"
-_SMALLEST_SIDE = 128
+_SMALLEST_SIDE = 160
+"""Of a video in pixels: a caption needs the width."""
 
 
 def can_write_videos() -> bool:
@@ -28,9 +29,8 @@ def can_write_videos() -> bool:
 
 def save_video(path: str | os.PathLike[str], video: Tensor) -> None:
     """Save one video; small ones are enlarged by whole pixels, as players blur them otherwise."""
-    pixels = to_bytes(video).permute(0, 2, 3, 1).numpy()
-    factor = -(-_SMALLEST_SIDE // min(pixels.shape[1:3]))
-    _write(path, (frame.repeat(factor, 0).repeat(factor, 1) for frame in pixels), len(pixels))
+    pixels = (_enlarged(frame).permute(1, 2, 0).numpy() for frame in to_bytes(video))
+    _write(path, pixels, len(video))
 
 
 def save_grid_video(path: str | os.PathLike[str], samples: Sequence[Sample], title: str) -> None:
@@ -49,7 +49,12 @@ def save_before_after_video(
 
 
 def _at(samples: Sequence[Sample], frame: int) -> list[Sample]:
-    return [dataclasses.replace(sample, image=sample.image[frame]) for sample in samples]
+    return [replace(sample, image=_enlarged(sample.image[frame])) for sample in samples]
+
+
+def _enlarged(image: Tensor) -> Tensor:
+    factor = -(-_SMALLEST_SIDE // min(image.shape[1:]))
+    return image.repeat_interleave(factor, 1).repeat_interleave(factor, 2)
 
 
 def _pixels(page: Image.Image) -> np.ndarray:

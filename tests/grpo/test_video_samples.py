@@ -35,8 +35,8 @@ def test_sampled_videos_are_files_of_their_own_and_a_contact_sheet(leangrpo, rec
     }
     with av.open(folder / "00000-00-a-red-circle.mp4") as container:
         frames = list(container.decode(video=0))
-    # Enlarged by 4, the sides in their places.
-    assert [(frame.height, frame.width) for frame in frames] == [(128, 192)] * 5
+    # Enlarged by 5, the sides in their places.
+    assert [(frame.height, frame.width) for frame in frames] == [(160, 240)] * 5
 
 
 @pytest.mark.parametrize(

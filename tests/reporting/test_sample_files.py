@@ -48,12 +48,12 @@ def samples(count=3):
 def test_a_video_file_plays_frame_by_frame_and_large_enough_to_see(tmp_path):
     save_video(tmp_path / "a.mp4", moving())
     frames, rate = decode(tmp_path / "a.mp4")
-    # 32 x 48 is enlarged by 4; 9 frames last a second.
-    assert frames.shape == (9, 128, 192, 3) and rate == 9
+    # 32 x 48 is enlarged by 5; 9 frames last a second.
+    assert frames.shape == (9, 160, 240, 3) and rate == 9
     for n, frame in enumerate(frames):
         column = frame.mean((0, 2))
         # What the encoder leaves out is far from half of the range.
-        assert (column[16 * n : 16 * n + 16] < 64).all() and (column > 192).sum() == 176
+        assert (column[20 * n : 20 * n + 20] < 64).all() and (column > 192).sum() == 220
 
 
 @pytest.mark.parametrize(("height", "width"), [(33, 35), (480, 832)])
