@@ -65,6 +65,14 @@ CASES = {
     "plain": {},
     "a KL term": {"grpo": {"kl_beta": 0.5, "kl_form": "velocity_mse"}},
     "blocks recomputed": {"model": {"recompute_granularity": "full"}},
+    "videos by two experts, guided, a KL term": tiny.merged(
+        tiny.WAN,
+        {
+            "model": {"preset": "wan_smallest_experts"},
+            "sampling": {"num_steps": 4, "cfg_scale": 4.0},
+            "grpo": {"kl_beta": 0.5, "kl_form": "exact"},
+        },
+    ),
 }
 
 
@@ -75,8 +83,9 @@ def test_retain_and_reweight_give_the_gradient_of_replay(prompts, case):
     assert len(replay) > 20
     assert all(gradient.any() for gradient in replay.values())
     assert tiny.worst(retain, replay)[0] == 0.0
-    # The same sum in another order.
-    assert tiny.worst(reweight, replay)[0] < 1e-6
+    # In float32 a moment and its shift round where replay has one product.
+    whole = [torch.cat([g[n].flatten() for n in replay]) for g in (reweight, replay)]
+    assert tiny.relative_l2(*whole) < 1e-6
 
 
 def _sharded_gradients(prompts: str, tp: int, kl: float) -> list[Any]:
