@@ -63,6 +63,8 @@ setup(
             "starlette>=0.40",
         ],
         "video": ["av>=14"],
+        # Prompt files in parquet.
+        "parquet": ["pyarrow>=15"],
         "wandb": ["wandb>=0.18"],
         "gpu": ["transformer-engine[pytorch]>=2.0"],
         "test": [

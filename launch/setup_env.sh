@@ -8,7 +8,7 @@ VENV_PYTHON="$REPO_ROOT/.venv/bin/python"
 
 # What the tests run on. A container that brings its own torch keeps it.
 TORCH_REQUIREMENT="torch==2.13.0"
-EXTRAS="ocr,serve,video,test"
+EXTRAS="ocr,serve,video,parquet,test"
 
 say() { printf '[setup] %s\n' "$*" >&2; }
 

@@ -256,12 +256,15 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class PromptConfig:
-    """Prompt files: .txt with a prompt a line, or .jsonl with `prompt` and metadata."""
+    """Prompt files: .txt with a prompt a line, or .jsonl or .parquet with `prompt` and metadata."""
 
     train: str | None = None
     """Training prompts."""
     evaluation: str | None = None
     """Held-out prompts of the evaluation; the training prompts when not given."""
+    held_out: int = 0
+    """Different prompts of `train` that are evaluated and never trained on, where there is no file
+    for that; which ones depends on the texts alone."""
     embedding_cache: str | None = None
     """Folder that keeps the prompts' embeddings. A run encodes what is new before it loads the
     transformer, and frees the text encoders; they are not loaded where nothing is new."""

@@ -66,6 +66,7 @@ OPTIONAL = (
     OptionalPackage("httpx", "httpx", "rewards of a reward server", _extra("serve")),
     OptionalPackage("tenacity", "tenacity", "rewards of a reward server", _extra("serve")),
     OptionalPackage("av", "av", "MP4 files of video samples", _extra("video")),
+    OptionalPackage("pyarrow", "pyarrow", "prompt files in parquet", _extra("parquet")),
     OptionalPackage("wandb", "wandb", "logging to Weights & Biases", _extra("wandb")),
     OptionalPackage("peft", "peft", "tests of exported LoRA adapters", _extra("test")),
 )

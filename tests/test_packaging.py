@@ -144,7 +144,7 @@ def test_setting_up_twice_installs_once(checkout):
     first = set_up(checkout).communicate(timeout=60)
     second = set_up(checkout).communicate(timeout=60)
     # torch is there already, so the package is all that is installed.
-    assert installations(checkout) == [f"{checkout}[ocr,serve,video,test]"]
+    assert installations(checkout) == [f"{checkout}[ocr,serve,video,parquet,test]"]
     assert "environment ready" in first[1]
     assert second == ("ready\n", "")
 

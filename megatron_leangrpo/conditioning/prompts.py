@@ -5,9 +5,12 @@ import dataclasses
 import json
 import random
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -22,31 +25,54 @@ class Prompt:
 
 
 def load_prompts(path: str | Path) -> list[Prompt]:
-    """Read a .txt (one prompt a line) or .jsonl file ({"prompt": ...}, other keys are metadata).
+    """Read a .txt (one prompt a line), .jsonl or .parquet file.
 
-    Blank lines are skipped. ValueError names the file, and the line where there is one.
+    In the latter `prompt` is the text and other keys or columns are metadata. Blank lines are
+    skipped. ValueError names the file, and the line or row where there is one.
     """
     path = Path(path)
-    if path.suffix not in (".txt", ".jsonl"):
-        raise ValueError(f"prompt file {path}: must end in .txt or .jsonl")
+    if path.suffix not in (".txt", ".jsonl", ".parquet"):
+        raise ValueError(f"prompt file {path}: must end in .txt, .jsonl or .parquet")
     try:
         content = path.read_bytes()
     except OSError as error:
         raise ValueError(f"prompt file {path}: cannot be read ({error.strerror})") from error
-    prompts = []
+    read = _read_parquet if path.suffix == ".parquet" else _read_lines
+    prompts = list(read(path, content))
+    if not prompts:
+        raise ValueError(f"prompt file {path}: empty; give at least one prompt")
+    return prompts
+
+
+def _read_lines(path: Path, content: bytes) -> Iterator[Prompt]:
     for index, raw in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n")):
         where = f"prompt file {path}:{index + 1}"
         try:
             line = raw.decode("utf-8").strip()
         except UnicodeDecodeError as error:
             raise ValueError(f"{where}: not UTF-8 ({error.reason})") from error
-        if not line:
-            continue
-        text, metadata = (line, {}) if path.suffix == ".txt" else _parse_json_line(line, where)
-        prompts.append(Prompt(index, text, metadata))
-    if not prompts:
-        raise ValueError(f"prompt file {path}: empty; give at least one prompt")
-    return prompts
+        if line:
+            text, metadata = (line, {}) if path.suffix == ".txt" else _parse_json_line(line, where)
+            yield Prompt(index, text, metadata)
+
+
+def _read_parquet(path: Path, content: bytes) -> Iterator[Prompt]:
+    try:
+        from pyarrow import ArrowException, BufferReader
+        from pyarrow.parquet import read_table
+    except ImportError as error:
+        raise ValueError(
+            f"prompt file {path}: needs the extra [parquet] "
+            "(pip install 'megatron-leangrpo[parquet]')"
+        ) from error
+    try:
+        rows = read_table(BufferReader(content)).to_pylist()
+    except (ArrowException, OSError) as error:
+        line = str(error).splitlines()[0]
+        raise ValueError(f"prompt file {path}: no readable parquet file: {line:.200}") from error
+    for index, row in enumerate(rows):
+        text, metadata = _prompt_of(row, f"prompt file {path}, row {index + 1}")
+        yield Prompt(index, text, metadata)
 
 
 def _parse_json_line(line: str, where: str) -> tuple[str, dict[str, Any]]:
@@ -54,12 +80,58 @@ def _parse_json_line(line: str, where: str) -> tuple[str, dict[str, Any]]:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+    return _prompt_of(row, where)
+
+
+def _prompt_of(row: Any, where: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
         raise ValueError(f'{where}: must be an object with a text under "prompt"')
     text = row.pop("prompt").strip()
     if not text:
         raise ValueError(f'{where}: "prompt" is empty')
     return text, row
+
+
+def describe_lines(path: str | Path, prompts: Sequence[Prompt]) -> list[str]:
+    """What may be a mistake in a prompt file: blank lines between prompts, and repeated ones."""
+    what = "row" if str(path).endswith(".parquet") else "line"
+    present = {prompt.id for prompt in prompts}
+    blank = [n + 1 for n in range(max(present)) if n not in present]
+    first: dict[str, int] = {}
+    repeats = []
+    for prompt in prompts:
+        if first.setdefault(prompt.text, prompt.id) != prompt.id:
+            repeats.append(f"{prompt.id + 1} repeats {first[prompt.text] + 1}")
+    notes = []
+    if blank:
+        notes.append(f"prompt file {path}: skipped blank {what} {_few(blank)}")
+    if repeats:
+        notes.append(
+            f"prompt file {path}: {what} {_few(repeats)}; each is drawn, and is a group, of its own"
+        )
+    return notes
+
+
+def _few(items: Sequence[object]) -> str:
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return ", ".join(map(str, items[:_SHOWN])) + more
+
+
+def hold_out(prompts: Sequence[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
+    """Prompts to train on, and those of `count` texts that are kept from it.
+
+    Which ones depends on the texts alone, and equal lines are on one side. ValueError where too few
+    would be left.
+    """
+    texts = sorted({prompt.text for prompt in prompts})
+    if not 0 <= count < len(texts):
+        raise ValueError(
+            f"prompts.held_out = {count}: the file has {len(texts)} different prompts; valid: "
+            f"0 to {len(texts) - 1}"
+        )
+    held = set(random.Random("held out").sample(texts, count))
+    train = [prompt for prompt in prompts if prompt.text not in held]
+    return train, [prompt for prompt in prompts if prompt.text in held]
 
 
 class PromptSampler:

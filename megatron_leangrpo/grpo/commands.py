@@ -24,6 +24,7 @@ def train(recipe: str, overrides: Sequence[str], dry_run: bool = False) -> None:
     from megatron_leangrpo.conditioning.cache import CachedEncoder
     from megatron_leangrpo.grpo.dry_run import check_and_describe
     from megatron_leangrpo.grpo.experiment import build_experiment
+    from megatron_leangrpo.grpo.inputs import describe_prompts
     from megatron_leangrpo.grpo.run_report import RunReport
     from megatron_leangrpo.grpo.trainer import Trainer, check_resumable
 
@@ -45,8 +46,8 @@ def train(recipe: str, overrides: Sequence[str], dry_run: bool = False) -> None:
     if isinstance(experiment.encoder, CachedEncoder):
         console.line(experiment.encoder.summary)
     if platform.is_logging_rank():
-        prompts = (*experiment.prompts, *experiment.evaluation_prompts)
-        for note in experiment.encoder.notes([prompt.text for prompt in prompts]):
+        texts = [p.text for p in (*experiment.prompts, *experiment.evaluation_prompts)]
+        for note in (*describe_prompts(config), *experiment.encoder.notes(texts)):
             console.warning(note)
     directory = _run_directory(config, resumes)
     report = RunReport(config, directory, console, platform.is_logging_rank())

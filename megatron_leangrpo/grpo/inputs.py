@@ -29,6 +29,7 @@ from megatron_leangrpo.conditioning import (
     load_prompts,
 )
 from megatron_leangrpo.conditioning.cache import CachedEncoder, encoder_identity
+from megatron_leangrpo.conditioning.prompts import describe_lines, hold_out
 from megatron_leangrpo.config import RunConfig
 from megatron_leangrpo.grpo.architecture import Architecture
 from megatron_leangrpo.grpo.assets import resolve_asset
@@ -38,12 +39,32 @@ from megatron_leangrpo.rewards.registry import WeightedReward
 
 def read_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
     """Return training and evaluation prompts; the latter default to the former."""
-    if config.prompts.train is None:
-        raise ValueError("prompts.train is not set; give a .txt or .jsonl file of prompts")
-    train = _read_prompt_file("prompts.train", config.prompts.train)
-    if config.prompts.evaluation is None:
-        return train, train
-    return train, _read_prompt_file("prompts.evaluation", config.prompts.evaluation)
+    settings = config.prompts
+    if settings.train is None:
+        raise ValueError("prompts.train is not set; give a .txt, .jsonl or .parquet file")
+    train = _read_prompt_file("prompts.train", settings.train)
+    if settings.evaluation is not None:
+        if settings.held_out:
+            raise ValueError(
+                f"prompts.held_out = {settings.held_out} beside prompts.evaluation, which gives "
+                "the evaluation's prompts; valid: 0, or no prompts.evaluation"
+            )
+        return train, _read_prompt_file("prompts.evaluation", settings.evaluation)
+    if settings.held_out:
+        return hold_out(train, settings.held_out)
+    return train, train
+
+
+def describe_prompts(config: RunConfig) -> list[str]:
+    """What may be a mistake in the prompt files, a line each."""
+    names = [
+        ("prompts.train", config.prompts.train),
+        ("prompts.evaluation", config.prompts.evaluation),
+    ]
+    files = [
+        (name, _read_prompt_file(setting, name)) for setting, name in names if name is not None
+    ]
+    return [note for name, prompts in files for note in describe_lines(name, prompts)]
 
 
 def _read_prompt_file(setting: str, name: str) -> list[Prompt]:
@@ -62,8 +83,8 @@ def check_prompts(
     """Raise ``ValueError`` with file and line for prompts that a reward could never score."""
     reward.check_medium(videos=config.model.family == "wan")
     reward.validate(train, config.prompts.train)
-    if config.prompts.evaluation is not None:
-        reward.validate(evaluation, config.prompts.evaluation)
+    if evaluation is not train:
+        reward.validate(evaluation, config.prompts.evaluation or config.prompts.train)
 
 
 def build_encoder(config: RunConfig, architecture: Architecture) -> TextEncoder:

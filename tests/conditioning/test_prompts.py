@@ -1,9 +1,11 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+import sys
 from collections import Counter
 
 import pytest
 
 from megatron_leangrpo.conditioning import Prompt, PromptSampler, load_prompts
+from megatron_leangrpo.conditioning.prompts import describe_lines, hold_out
 
 
 def write(tmp_path, name, content):
@@ -49,12 +51,77 @@ def test_json_lines_keep_the_other_keys_as_metadata(tmp_path):
         ("p.jsonl", '{"prompt": 7}\n', r'p\.jsonl:1: must be an object with a text under "prompt"'),
         ("p.jsonl", '["a"]\n', r"p\.jsonl:1: must be an object"),
         ("p.jsonl", '{"prompt": " "}\n', r'p\.jsonl:1: "prompt" is empty'),
-        ("p.csv", "a,b\n", r"p\.csv: must end in \.txt or \.jsonl"),
+        ("p.csv", "a,b\n", r"p\.csv: must end in \.txt, \.jsonl or \.parquet"),
+        ("p.parquet", "no parquet", r"p\.parquet: no readable parquet file"),
     ],
 )
 def test_unusable_file_is_refused_with_file_and_line(tmp_path, name, content, message):
     with pytest.raises(ValueError, match=message):
         load_prompts(write(tmp_path, name, content))
+
+
+def write_parquet(path, columns):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow.parquet import write_table
+
+    write_table(pyarrow.table(columns), path)
+    return path
+
+
+def test_a_parquet_file_has_columns_of_metadata(tmp_path):
+    columns = {"prompt": ["the number 7", " b "], "target": ["7", None], "n": [[1, 2], []]}
+    assert load_prompts(write_parquet(tmp_path / "p.parquet", columns)) == [
+        Prompt(0, "the number 7", {"target": "7", "n": [1, 2]}),
+        Prompt(1, "b", {"target": None, "n": []}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"text": ["a"]}, r'p\.parquet, row 1: must be an object with a text under "prompt"'),
+        ({"prompt": ["a", None]}, r"p\.parquet, row 2: must be an object"),
+        ({"prompt": ["a", "b", " "]}, r'p\.parquet, row 3: "prompt" is empty'),
+        ({"prompt": []}, r"p\.parquet: empty"),
+    ],
+)
+def test_an_unusable_parquet_file_is_refused_with_its_row(tmp_path, columns, message):
+    with pytest.raises(ValueError, match=message):
+        load_prompts(write_parquet(tmp_path / "p.parquet", columns))
+
+
+def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
+    path = write(tmp_path, "p.parquet", "anything")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=r"p\.parquet: needs the extra \[parquet\]"):
+        load_prompts(path)
+
+
+def test_blank_and_repeated_lines_are_told_by_number(tmp_path):
+    path = write(tmp_path, "p.txt", "one\n\n\ntwo\none\nthree\none\n\n")
+    assert describe_lines(path, load_prompts(path)) == [
+        f"prompt file {path}: skipped blank line 2, 3",
+        f"prompt file {path}: line 5 repeats 1, 7 repeats 1; "
+        "each is drawn, and is a group, of its own",
+    ]
+    many = [Prompt(n, "same") for n in range(9)]
+    assert "6 repeats 1 and 3 more; each" in describe_lines("p.parquet", many)[0]
+    assert "row 2 repeats 1" in describe_lines("p.parquet", many)[0]
+    assert describe_lines("p.txt", prompts(4)) == []
+
+
+def test_held_out_prompts_are_never_trained_on_and_do_not_depend_on_the_order():
+    lines = [Prompt(n, f"the number {n % 7}") for n in range(10)]
+    train, held = hold_out(lines, 3)
+    texts = [{prompt.text for prompt in side} for side in (train, held)]
+    assert len(texts[1]) == 3 and not texts[0] & texts[1]
+    assert sorted(train + held, key=lambda prompt: prompt.id) == lines
+    other = hold_out(lines[::-1], 3)[1]
+    assert {prompt.text for prompt in other} == texts[1]
+    assert hold_out(lines, 0) == (lines, [])
+    for count in (-1, 7):
+        with pytest.raises(ValueError, match=rf"held_out = {count}: .* 7 .* valid: 0 to 6"):
+            hold_out(lines, count)
 
 
 def test_missing_file_and_folder_are_refused(tmp_path):
