@@ -7,7 +7,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 SECONDS_TO_ARRIVE = 45.0
 
@@ -59,12 +58,16 @@ def leave() -> None:
 
 
 def _find_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
+    """The store that training will use, without its wait for ranks that it could not name."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        return next(rendezvous("env://", rank=rank, world_size=world, timeout=timeout))[0]
+        return dist.TCPStore(
+            host, port, world, serves, timeout, wait_for_workers=False, multi_tenant=True
+        )
     except (RuntimeError, TimeoutError) as error:
-        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ValueError(
-            f"pre-flight: rank {rank} cannot reach the store of the run at {place}: "
+            f"pre-flight: rank {rank} cannot reach the store of the run at {host}:{port}: "
             f"{str(error).splitlines()[0]}"
         ) from error
 
