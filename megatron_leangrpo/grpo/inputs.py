@@ -81,8 +81,8 @@ def check_prompts(
     config: RunConfig, reward: WeightedReward, train: list[Prompt], evaluation: list[Prompt]
 ) -> None:
     """Raise ``ValueError`` with file and line for prompts that a reward could never score."""
-    reward.check_medium(videos=config.model.family == "wan")
     reward.validate(train, config.prompts.train)
+    reward.check_medium(videos=config.model.family == "wan")
     if evaluation is not train:
         reward.validate(evaluation, config.prompts.evaluation or config.prompts.train)
 
