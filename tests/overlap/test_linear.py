@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -141,6 +142,36 @@ def _exactness(size: int) -> list[str]:
 def test_outputs_and_gradients_have_the_bits_of_the_unsharded_linear(run_ranks, size):
     """On integers every order of summation gives one number: nothing may differ."""
     assert run_ranks(size, _exactness, size) == [[] for _ in range(size)]
+
+
+def _frozen() -> list[str]:
+    """What frozen layers keep for the backward beside weights, and products for their gradients."""
+    platform.initialize_distributed(2)
+    kept: list[str] = []
+    x = _floats(1, TOKENS, BATCH, WIDTH).requires_grad_()
+    weights = [_floats(2, SHARD, WIDTH), _floats(3, WIDTH, SHARD)]
+    known = {weight.data_ptr() for weight in weights}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in known:
+            kept.append(f"kept {tuple(tensor.shape)}")
+        return tensor
+
+    def product(*_) -> None:
+        kept.append("a weight's gradient")
+
+    for mode in MODES:
+        plan = _plan(mode, True)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            (hidden,) = column_parallel(x, weights[:1], [None], plan)
+            out = row_parallel([hidden], weights[1:], None, plan)
+        with mock.patch.object(WeightGradient, "of", product):
+            out.sum().backward()
+    return kept
+
+
+def test_frozen_layers_keep_no_input_and_multiply_for_no_weight(run_ranks):
+    assert run_ranks(2, _frozen) == [[], []]
 
 
 class _ShardOf(torch.autograd.Function):
