@@ -1,0 +1,89 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""Which stage of a pipeline has which blocks."""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+SPLIT_SETTING = "parallel.pipeline_split"
+SIZE_SETTING = "parallel.pipeline_model_parallel_size"
+
+
+def check_stages(stages: int, blocks: int) -> None:
+    """Raise ValueError where a stage would be left without a block."""
+    if not 1 <= stages <= blocks:
+        valid = "1" if blocks == 1 else f"1 to {blocks}"
+        raise ValueError(
+            f"{SIZE_SETTING} is {stages}, but the transformer has {blocks} "
+            f"block{'s' if blocks > 1 else ''} and every stage needs one; valid values: {valid}"
+        )
+
+
+def check_split(split: Sequence[int], stages: int, blocks: int) -> tuple[int, ...]:
+    """An explicit split, numbers of blocks a stage, once it is known to add up."""
+    check_stages(stages, blocks)
+    problem = None
+    if len(split) != stages:
+        problem = f"has {len(split)} numbers for {stages} stages ({SIZE_SETTING})"
+    elif any(count < 1 for count in split):
+        problem = "leaves a stage without a block"
+    elif sum(split) != blocks:
+        problem = f"adds up to {sum(split)}, but the transformer has {blocks} blocks"
+    if problem is not None:
+        even = list(balanced_split([[1.0] * blocks] * stages))
+        raise ValueError(
+            f"{SPLIT_SETTING} is {list(split)}, which {problem}; valid: {stages} positive numbers "
+            f"that add up to {blocks}, as {even}"
+        )
+    return tuple(split)
+
+
+def balanced_split(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:
+    """Numbers of blocks a stage, so that the costliest stage costs as little as can be.
+
+    `costs[s][i]` is what block `i` costs on stage `s`: seconds, the same on all stages, or bytes,
+    more on the first stages, which hold more graphs. Of equally good splits, an even one.
+    """
+    stages, blocks = len(costs), len(costs[0])
+    check_stages(stages, blocks)
+    upto = [[0.0, *accumulate(row)] for row in costs]
+    # best[i]: highest cost, sum of squares and first blocks of the stages so far, on blocks < i.
+    best: list[tuple[float, float, tuple[int, ...]] | None] = [(0.0, 0.0, ()), *[None] * blocks]
+    for stage in range(stages):
+        following: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (blocks + 1)
+        left = stages - 1 - stage
+        for end in range(stage + 1, blocks - left + 1):
+            options = []
+            for begin in range(stage, end):
+                before = best[begin]
+                if before is not None:
+                    cost = upto[stage][end] - upto[stage][begin]
+                    highest, squares, begins = before
+                    options.append((max(highest, cost), squares + cost**2, (*begins, begin)))
+            following[end] = min(options)
+        best = following
+    found = best[blocks]
+    assert found is not None
+    return tuple(end - begin for begin, end in pairwise((*found[2], blocks)))
+
+
+def time_costs(
+    block_seconds: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0
+) -> list[list[float]]:
+    """Costs by time; `first` and `last` are the embedders' and the output layer's seconds."""
+    row = list(block_seconds)
+    row[0] += first
+    row[-1] += last
+    return [row] * stages
+
+
+def memory_costs(
+    block_weights: Sequence[float], block_graphs: Sequence[float], kept: Sequence[int]
+) -> list[list[float]]:
+    """Costs by memory: a block's weights with all that goes with them, and its graphs.
+
+    `kept[s]` is how many graphs stage `s` holds at once, see `order.most_kept`.
+    """
+    return [
+        [weights + count * graph for weights, graph in zip(block_weights, block_graphs)]
+        for count in kept
+    ]
