@@ -32,7 +32,7 @@ def column_parallel(
     """One output for each weight `[features, h]`: the input is gathered once for all of them."""
     rows = x.shape[:-1].numel()
     rows = rows if plan.shards_tokens else -(-rows // plan.size)
-    plan = plan.chosen(rows, x.shape[-1], sum(len(w) for w in weights), x.element_size())
+    plan = plan.chosen(rows, x.shape[-1], sum(map(len, weights)), plan.sent_bytes(x))
     return _ColumnParallel.apply(plan, x, *weights, *biases)
 
 
@@ -118,10 +118,9 @@ class _ColumnParallel(torch.autograd.Function):
         count = len(parameters) // 2
         weights, biases = parameters[:count], parameters[count:]
         ctx.plan, ctx.shape, ctx.biases = plan, x.shape, len(biases)
-        rows = _rows(x)
-        trains = any(ctx.needs_input_grad[2 : 2 + count])
-        ctx.save_for_backward(rows if trains else None, *weights)
-        outputs = _column_outputs(rows, weights, biases, plan)
+        rows = plan.packed(_rows(x))
+        ctx.save_for_backward(rows if any(ctx.needs_input_grad[2 : 2 + count]) else None, *weights)
+        outputs = _column_outputs(rows, plan.multiplied(weights), biases, plan)
         return tuple(out.view(-1, *x.shape[1:-1], out.shape[-1]) for out in outputs)
 
     @staticmethod
@@ -136,9 +135,11 @@ class _ColumnParallel(torch.autograd.Function):
             gathered = collectives.all_gather(rows, plan.group)
         dx = None
         if needs_x:
-            dx = _column_input_grad(grads, weights, plan, beside=any(needs_weight))
+            dx = _column_input_grad(grads, plan.multiplied(weights), plan, any(needs_weight))
         if gathered is not None:
             rows = gathered.wait()
+        if any(needs_weight):
+            rows = plan.unpacked(rows, weights[0])
         dw = [
             plan.weight_gradient.of(weight, grad, rows) if needed else None
             for weight, grad, needed in zip(weights, grads, needs_weight)
@@ -153,14 +154,15 @@ def _column_outputs(
     biases: Sequence[torch.Tensor | None],
     plan: LinearPlan,
 ) -> list[torch.Tensor]:
-    if not plan.shards_tokens:
+    if plan.flash is None or not plan.shards_tokens:
+        if plan.shards_tokens:
+            rows = collectives.all_gather(rows, plan.group).wait()
+        rows = plan.unpacked(rows, weights[0])
         return [F.linear(rows, weight, bias) for weight, bias in zip(weights, biases)]
-    if plan.flash is None:
-        rows = collectives.all_gather(rows, plan.group).wait()
-        return [F.linear(rows, weight, bias) for weight, bias in zip(weights, biases)]
-    outputs = [rows.new_empty(plan.size * rows.shape[0], weight.shape[0]) for weight in weights]
+    outputs = [weight.new_empty(plan.size * rows.shape[0], len(weight)) for weight in weights]
 
     def consume(start: int, part: torch.Tensor) -> None:
+        part = plan.unpacked(part, weights[0])
         for weight, bias, out in zip(weights, biases, outputs):
             target = out[start : start + len(part)]
             if bias is None:
@@ -207,10 +209,16 @@ class _RowParallel(torch.autograd.Function):
         count = len(tensors) // 2
         inputs, weights = [_rows(x) for x in tensors[:count]], tensors[count:]
         ctx.plan, ctx.shapes = plan, [x.shape for x in tensors[:count]]
+        if plan.operands:
+            if later is not None:
+                later.fill(0, inputs[0].shape[0])  # All rows may share a scale.
+            later, inputs = None, [plan.packed(x, n) for n, x in enumerate(inputs)]
         trained = ctx.needs_input_grad[3 + count :]
         kept = [x if needed else None for x, needed in zip(inputs, trained)]
         ctx.save_for_backward(*kept, *weights)
-        out = _row_output(inputs, [weight.t() for weight in weights], ctx.shapes[0], plan, later)
+        inputs = [plan.unpacked(x, w, n) for n, (x, w) in enumerate(zip(inputs, weights))]
+        factors = [weight.t() for weight in plan.multiplied(weights)]
+        out = _row_output(inputs, factors, ctx.shapes[0], plan, later)
         if bias is not None:
             out = out.add_(bias)
         return out.view(-1, *ctx.shapes[0][1:-1], out.shape[-1])
@@ -225,10 +233,11 @@ class _RowParallel(torch.autograd.Function):
         _, _, needs_bias, *needs = ctx.needs_input_grad
         grad = _rows(grad)
         db = grad.sum(0) if needs_bias else None
-        dx, grad = _row_input_grads(grad, weights, ctx.shapes, needs[:count], plan)
+        factors = plan.multiplied(weights)
+        dx, grad = _row_input_grads(grad, factors, ctx.shapes, needs[:count], plan)
         dw = [
-            plan.weight_gradient.of(weight, grad, x) if needed else None
-            for weight, x, needed in zip(weights, inputs, needs[count:])
+            plan.weight_gradient.of(weight, grad, plan.unpacked(x, weight, n)) if needed else None
+            for n, (weight, x, needed) in enumerate(zip(weights, inputs, needs[count:]))
         ]
         return None, None, db, *dx, *dw
 

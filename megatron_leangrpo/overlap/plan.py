@@ -1,7 +1,9 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """How one linear is sharded and how it talks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,24 @@ from megatron_leangrpo.overlap.weight_grad import WeightGradient
 
 GATHER, SCATTER = "gather", "scatter"
 _TO_AUTOGRAD = WeightGradient()
+
+
+class Operands(Protocol):
+    """What travels, is kept and is multiplied in place of an input and a weight (FP8)."""
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`x @ weight.t() + bias` where there is one rank."""
+
+    def pack(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows as bytes `[rows, n]`, to be sent and kept."""
+
+    def unpack(self, packed: torch.Tensor, features: int, dtype: torch.dtype) -> torch.Tensor:
+        """The rows `[rows, features]` to multiply."""
+
+    def weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight to multiply."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +54,8 @@ class LinearPlan:
     weight_gradient: WeightGradient = _TO_AUTOGRAD
     calibration: str | None = None
     """Where given, `flash` is chosen by the cost model for the tokens of each call."""
+    operands: tuple[Operands, ...] = ()
+    """One for each weight where the linear multiplies something else than its dtype."""
 
     def chosen(
         self, rows: int, whole: int, sharded: int, element_bytes: int, attention: int = 0
@@ -46,6 +68,26 @@ class LinearPlan:
             return self
         shape = LayerShape(self.size, rows, whole, sharded, element_bytes, attention)
         return replace(self, flash=choose(self.calibration, shape).flash, calibration=None)
+
+    def sent_bytes(self, x: torch.Tensor) -> int:
+        """Bytes of a number of `x` on its way, but for scales."""
+        return 1 if self.operands else x.element_size()
+
+    def packed(self, rows: torch.Tensor, position: int = 0) -> torch.Tensor:
+        """An input as it travels and is kept; several weights of one input take the first's."""
+        return self.operands[position].pack(rows) if self.operands else rows
+
+    def unpacked(self, rows: torch.Tensor, weight: torch.Tensor, position: int = 0) -> torch.Tensor:
+        """An input as it is multiplied with `weight` `[out, features]`."""
+        if not self.operands:
+            return rows
+        return self.operands[position].unpack(rows, weight.shape[1], weight.dtype)
+
+    def multiplied(self, weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The weights as they are multiplied."""
+        if not self.operands:
+            return weights
+        return [operand.weight(weight) for operand, weight in zip(self.operands, weights)]
 
     @property
     def size(self) -> int:

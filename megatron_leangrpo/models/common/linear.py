@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_leangrpo import platform
 from megatron_leangrpo.overlap.linear import column_parallel, row_parallel
-from megatron_leangrpo.overlap.plan import LinearPlan, prepare
+from megatron_leangrpo.overlap.plan import LinearPlan, Operands, prepare
 from megatron_leangrpo.overlap.query_split import LaterRows
 from megatron_leangrpo.overlap.settings import OverlapSettings
 from megatron_leangrpo.overlap.weight_grad import WeightGradient
@@ -55,11 +55,17 @@ def name_linears(model: torch.nn.Module) -> None:
 
 
 def _overlap_plan(
-    config: TransformerConfig, group: torch.distributed.ProcessGroup | None, layer: str
+    config: TransformerConfig,
+    group: torch.distributed.ProcessGroup | None,
+    layer: str,
+    operands: tuple[Operands, ...] = (),
 ) -> LinearPlan | None:
-    """How a layer's collectives are overlapped; None where they are megatron's."""
+    """How a layer's collectives are overlapped; None where they are megatron's.
+
+    Of FP8 `operands` they never are: whole collectives, one after the other, are ours as well.
+    """
     settings: OverlapSettings = config.overlap
-    if settings.mode == "off" or platform.group_size(group) == 1:
+    if platform.group_size(group) == 1 or (settings.mode == "off" and not operands):
         return None
     weight_gradient = WeightGradient(fused=config.gradient_accumulation_fusion)
     return LinearPlan(
@@ -69,6 +75,7 @@ def _overlap_plan(
         layer,
         weight_gradient=weight_gradient,
         calibration=settings.calibration if settings.mode == "auto" else None,
+        operands=operands,
     )
 
 
@@ -77,6 +84,11 @@ def _adapted(
 ) -> torch.Tensor:
     """A layer's output with what its adapter adds to it."""
     return out if adapter is None or not adapter.enabled else adapter(out, *inputs)
+
+
+def _operands(*fp8: Operands | None) -> tuple[Operands, ...]:
+    """The FP8 operands of all weights, or of none."""
+    return () if fp8[0] is None else fp8
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
@@ -96,6 +108,8 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
         reduces_input_grad: bool = True,
         shares_input: bool = False,
     ) -> None:
+        # Otherwise a vector a sample, or the text.
+        takes_tokens = not takes_all_tokens
         takes_all_tokens |= shares_input
         reduces_input_grad &= not shares_input
         super().__init__(
@@ -112,14 +126,18 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
         self.takes_shards = self.sequence_parallel or (shares_input and config.sequence_parallel)
         self.takes_entered = not reduces_input_grad and not shares_input
         self._takes_all_tokens = takes_all_tokens
+        self.takes_tokens = takes_tokens
+        self.fp8: Operands | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _adapted(self.multiply(x), self.adapter, x)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """The output without an adapter."""
+        if self.fp8 is not None and platform.group_size(self.tp_group) == 1:
+            return self.fp8.linear(x, self.weight, self.bias)
         if self.sequence_parallel or self.allreduce_dgrad:
-            plan = _overlap_plan(self.config, self.tp_group, self.layer_name)
+            plan = _overlap_plan(self.config, self.tp_group, self.layer_name, _operands(self.fp8))
             # An input that is whole on every rank is a vector a sample: there is nothing to cut.
             if plan is None or self._takes_all_tokens:
                 return super().forward(x)[0]
@@ -134,8 +152,8 @@ def project_together(
 
     The linears are made with `shares_input`; `config` is the model's.
     """
-    first = linears[0]
-    plan = _overlap_plan(config, first.tp_group, first.layer_name)
+    first, operands = linears[0], _operands(*(linear.fp8 for linear in linears))
+    plan = _overlap_plan(config, first.tp_group, first.layer_name, operands)
     if plan is None:
         entered = enter_tensor_parallel(x, first.tp_group, config.sequence_parallel)
         outputs = [linear.multiply(entered) for linear in linears]
@@ -162,6 +180,7 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
         mark_sharded(self.weight, dim=1)
         self.layer_name = type(self).__name__
         self.adapter: torch.nn.Module | None = None
+        self.fp8: Operands | None = None
 
     def forward(self, x: torch.Tensor, later: LaterRows | None = None) -> torch.Tensor:
         """With `later` the rows of `x` are filled beside their products."""
@@ -169,8 +188,9 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
 
     def _multiply(self, x: torch.Tensor, later: LaterRows | None) -> torch.Tensor:
         if platform.group_size(self.tp_group) == 1:
-            return F.linear(x, self.weight, self.bias)
-        plan = _overlap_plan(self.config, self.tp_group, self.layer_name)
+            multiply = F.linear if self.fp8 is None else self.fp8.linear
+            return multiply(x, self.weight, self.bias)
+        plan = _overlap_plan(self.config, self.tp_group, self.layer_name, _operands(self.fp8))
         if plan is not None:
             return row_parallel([x], [self.weight], self.bias, plan, later)
         partial = F.linear(x, self.weight)
@@ -205,6 +225,8 @@ class JoinedRowParallelLinear(torch.nn.Module):
         mark_sharded(self.mlp_weight, dim=1)
         self.bias.sequence_parallel = self.sequence_parallel
         self.adapter: torch.nn.Module | None = None
+        self.fp8: Operands | None = None
+        self.fp8_mlp: Operands | None = None
 
     def forward(
         self, attn: torch.Tensor, mlp: torch.Tensor, later: LaterRows | None = None
@@ -216,7 +238,11 @@ class JoinedRowParallelLinear(torch.nn.Module):
         self, attn: torch.Tensor, mlp: torch.Tensor, later: LaterRows | None
     ) -> torch.Tensor:
         alone = platform.group_size(self.tp_group) == 1
-        plan = _overlap_plan(self.config, self.tp_group, self.layer_name)
+        if alone and self.fp8 is not None:
+            partial = self.fp8.linear(attn, self.attn_weight, self.bias)
+            return partial + self.fp8_mlp.linear(mlp, self.mlp_weight, None)
+        operands = _operands(self.fp8, self.fp8_mlp)
+        plan = _overlap_plan(self.config, self.tp_group, self.layer_name, operands)
         if plan is not None:
             weights = [self.attn_weight, self.mlp_weight]
             return row_parallel([attn, mlp], weights, self.bias, plan, later)
