@@ -68,14 +68,12 @@ def _rollout(times: StageTimes, trajectories: int, steps: int) -> float:
 def _interleaved(times: StageTimes, m: int, steps: int, trained: int, ring: float) -> float:
     """One forward, one backward; `ring` is the time that a step takes at least."""
     paths = _Paths(times, m, steps, trained, ring)
-    stages = range(times.stages)
-    longest = max(
-        max(paths.after_the_forwards(s), paths.up_at_the_end(s), paths.down_at_the_end(s))
-        for s in stages
-    )
-    for s in stages:
-        for lower in range(s):
-            longest = max(longest, paths.down_and_up_at_the_end(s, lower))
+    longest = 0.0
+    for s in range(times.stages):
+        drained = paths.drained(s)
+        ends = [paths.after_the_forwards(s), paths.up_at_the_end(s)]
+        ends += [drained + paths.down_and_up_at_the_end(s, lower) for lower in range(s)]
+        longest = max(longest, *ends, drained + paths.down_at_the_end(s))
     return longest
 
 
@@ -103,7 +101,7 @@ class _Paths:
 
     def down_at_the_end(self, s: int) -> float:
         """From s down to the first stage with the last backward."""
-        return self._drained(s) + sum(self.b[:s]) + s * self.l
+        return sum(self.b[:s]) + s * self.l
 
     def up_at_the_end(self, s: int) -> float:
         """From s up to the last stage with the last forward of the steps that are not trained."""
@@ -113,10 +111,8 @@ class _Paths:
     def down_and_up_at_the_end(self, s: int, lower: int) -> float:
         """From s down to a lower stage, and up with the forwards that are left there."""
         left = self._left(lower)
-        if not left:
-            return 0.0
         down = sum(self.b[lower:s]) + (s - lower) * self.l
-        return self._drained(s) + down + self._tail(lower, left) + self._upwards(lower)
+        return down + self._tail(lower, left) + self._upwards(lower) if left else 0.0
 
     def _alone(self, s: int) -> int:
         """Forwards before the first backward, but for the one it follows."""
@@ -142,7 +138,7 @@ class _Paths:
         to = sum(self.f[:s]) + s * self.l
         return to + up + self._paced(pace, self._alone(s), self._pairs(s))
 
-    def _drained(self, s: int) -> float:
+    def drained(self, s: int) -> float:
         """To s, and there to its last backward, by way of a higher stage if that is longer."""
 
         def drain(e: int) -> float:
