@@ -19,7 +19,7 @@ class ModelConfig:
     `python -m checkpoints_tools import` has made, or RUN/checkpoints/step_N of a run."""
     preset: str | None = None
     """Architecture by name (flux_dev, flux_slice, flux_tiny, flux_bench; wan21_1.3b, wan21_14b,
-    wan21_i2v_14b, wan22_a14b, wan22_5b, wan_tiny), with random weights when no base is given."""
+    wan21_i2v_14b, wan22_a14b, wan22_5b, wan_tiny, wan_bench), with random weights when no base is given."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Dtype of weights and activations. Log-probs and latents are never narrower than float32."""
     expert_boundary: float | None = None
@@ -34,6 +34,35 @@ class ModelConfig:
     """Activation recomputation as in Megatron: selective recomputes attention, full every block."""
     max_text_tokens: int = 512
     """Length to which the T5 prompt is padded or cut."""
+
+
+@dataclass(frozen=True)
+class Fp8Config:
+    """FP8 in the linears of the blocks: tokens' projections and MLPs."""
+
+    recipe: Literal["none", "delayed", "current", "blockwise", "mxfp8"] = "none"
+    """Scaling recipe of transformer-engine: by tensor from earlier iterations or from the tensor
+    itself, by 1 x 128 and 128 x 128 blocks (Hopper), by 32 numbers (Blackwell)."""
+    backend: Literal["transformer_engine", "reference"] = "transformer_engine"
+    """transformer_engine needs a GPU with FP8; reference quantises and dequantises in torch,
+    anywhere and slowly."""
+    backward: Literal["dequantized", "quantized"] = "dequantized"
+    """dequantized multiplies gradients unrounded with what the forward has multiplied, so that
+    every schedule gives one gradient; quantized rounds gradients too (transformer-engine's
+    default), for replay and retain."""
+    format: Literal["e4m3", "hybrid"] | None = None
+    """hybrid has E5M2 for quantized gradients, e4m3 E4M3 for all; by default hybrid for delayed and
+    current, e4m3 for blockwise and mxfp8."""
+    first_last_blocks_bf16: int = 0
+    """Blocks at either end of the model that keep its dtype."""
+    amax_history_len: int = 1024
+    """delayed: iterations whose maxima the scales come from."""
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    """delayed: the largest of them or the newest."""
+    margin: int = 0
+    """delayed: scales are 2 ** margin smaller than what would just fit."""
+    float32_scales: bool = False
+    """blockwise: scales of any mantissa instead of powers of two."""
 
 
 @dataclass(frozen=True)
@@ -353,6 +382,7 @@ class RunConfig:
     """Also log to Weights & Biases."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    fp8: Fp8Config = field(default_factory=Fp8Config)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

@@ -1,5 +1,5 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""What is measured: recipe flux_bench with 9 or 15 of its 16 steps trained, and what it costs."""
+"""What is measured: a recipe with 9 or 15 of its 16 steps trained, and what it costs."""
 
 import argparse
 import math
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_leangrpo.config_reader import read_config, read_recipe
 from megatron_leangrpo.grpo.experiment import Experiment, build_experiment
 
-# Importing it makes the preset flux_smallest known.
+# Importing it makes the smallest presets known.
 from tests.grpo.tiny import PRESET as SMALLEST
 
 JAGG_WINDOW = 5
@@ -18,12 +18,17 @@ _SELECTIONS = {
     # Flow-GRPO: the first int(16 * 0.99) steps.
     15: ["step_selection=first_fraction", "timestep_fraction=0.99", "selection_scope=null"],
 }
-_QUICK = [
-    f"--model.preset={SMALLEST}",
-    "--model.max_text_tokens=5",
-    "--sampling.height=64",
-    "--sampling.width=64",
-]
+FAMILIES = ("flux", "wan")
+# Tiny shapes, to try the code only.
+_QUICK = {
+    "flux": [f"--model.preset={SMALLEST}", "--sampling.height=64", "--sampling.width=64"],
+    "wan": [
+        "--model.preset=wan_smallest",
+        "--sampling.height=32",
+        "--sampling.width=32",
+        "--sampling.num_frames=5",
+    ],
+}
 
 
 @dataclass(frozen=True)
@@ -37,11 +42,17 @@ class Case:
     ranks: int = 1
     quick: bool = False
     steps: int = 16
+    family: str = "flux"
+
+    @property
+    def recipe(self) -> str:
+        """The recipe that the settings change."""
+        return f"{self.family}_bench"
 
     def __str__(self) -> str:
         return (
-            f"{self.trained_steps} of {self.steps} steps trained, group of {self.group_size}, "
-            f"micro-batch {self.micro_batch_size}, "
+            f"{self.recipe}, {self.trained_steps} of {self.steps} steps trained, "
+            f"group of {self.group_size}, micro-batch {self.micro_batch_size}, "
             f"{self.ranks} rank{'s' if self.ranks > 1 else ''} of one thread"
         )
 
@@ -80,9 +91,9 @@ class Case:
             "--grpo.jagg_on=retain",
             "--grpo.jagg_frac=1",
             f"--model.recompute_granularity={recompute_granularity}",
-            *(_QUICK if self.quick else []),
+            *(["--model.max_text_tokens=5", *_QUICK[self.family]] if self.quick else []),
         ]
-        experiment = build_experiment(read_config(read_recipe("flux_bench"), overrides))
+        experiment = build_experiment(read_config(read_recipe(self.recipe), overrides))
         assert experiment.settings.selector.num_trained(0) == self.trained_steps
         return experiment
 

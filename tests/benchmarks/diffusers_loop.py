@@ -18,9 +18,9 @@ from megatron_leangrpo import platform
 from megatron_leangrpo.conditioning.encoders import Conditioning
 from megatron_leangrpo.grpo.experiment import Experiment
 from megatron_leangrpo.grpo.placement import Group
-from megatron_leangrpo.models.flux.weight_map import export_diffusers_state_dict
 from megatron_leangrpo.parallel.noise import initial_noise_batch, step_noise_batch
-from tests.grpo.oracle import diffusers_flux, sigmas_of, transition, truncated_timesteps
+from tests.benchmarks.diffusers_models import MODELS
+from tests.grpo.oracle import sigmas_of, transition, truncated_timesteps
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def micro_batches(experiment: Experiment, advantages: Tensor) -> list[MicroBatch
 
 
 class DiffusersLoop:
-    """One GRPO iteration over diffusers' FLUX.
+    """One GRPO iteration over diffusers' transformer.
 
     Args:
         experiment: supplies the weights and what a run is given.
@@ -68,8 +68,8 @@ class DiffusersLoop:
     def __init__(
         self, experiment: Experiment, batches: Sequence[MicroBatch], checkpointing: bool
     ) -> None:
-        weights = export_diffusers_state_dict(experiment.model)
-        self.model = diffusers_flux(experiment.architecture.config, weights)
+        self.velocity = MODELS[experiment.config.model.family](experiment)
+        self.model = self.velocity.transformer
         if checkpointing:
             self.model.enable_gradient_checkpointing()
         self.batches, self.grpo = list(batches), experiment.config.grpo
@@ -80,7 +80,6 @@ class DiffusersLoop:
         prompt_id, member = self.batches[0].samples[0]
         plan = experiment.settings.selector.plan(self.seed, 0, prompt_id, member)
         self.trained = frozenset(plan.trained)
-        self.image_ids = _image_ids(*experiment.policy.grid)
 
     def allocate_gradients(self) -> None:
         """Keep the gradients allocated between iterations, as Megatron's buffers are."""
@@ -136,17 +135,8 @@ class DiffusersLoop:
         return losses.sum() / (samples * len(self.trained))
 
     def _velocity(self, batch: MicroBatch, x: Tensor, index: int) -> Tensor:
-        given = batch.conditioning
-        return self.model(
-            hidden_states=x,
-            encoder_hidden_states=given.prompt_embeds,
-            pooled_projections=given.pooled,
-            timestep=torch.full((len(x),), self.timesteps[index]),
-            img_ids=self.image_ids,
-            txt_ids=torch.zeros(given.prompt_embeds.shape[1], 3),
-            guidance=given.guidance,
-            return_dict=False,
-        )[0]
+        timestep = torch.full((len(x),), self.timesteps[index])
+        return self.velocity(x, timestep, batch.conditioning)
 
     def _transition(self, index: int, x: Tensor, velocity: Tensor) -> tuple[Tensor, float]:
         kernel, level = self.sampling.kernel, self.sampling.noise_level
@@ -158,9 +148,3 @@ def _log_prob(mean: Tensor, std: float, x_next: Tensor) -> Tensor:
     """Gaussian log-probability of each sample, a mean over its elements."""
     squares = (x_next - mean) ** 2 / (2 * std**2)
     return -squares.flatten(1).mean(1) - math.log(std) - 0.5 * math.log(2 * math.pi)
-
-
-def _image_ids(rows: int, columns: int) -> Tensor:
-    ids = torch.zeros(rows, columns, 3)
-    ids[..., 1], ids[..., 2] = torch.arange(rows)[:, None], torch.arange(columns)
-    return ids.reshape(-1, 3)

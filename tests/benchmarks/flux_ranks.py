@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     reports = []
     for size in arguments.micro_batch_size:
         case = Case(15, size, group_size=size * ranks, ranks=ranks, quick=arguments.quick)
-        # The exact schedules agree to rounding; flux_schedules measures replay as well.
+        # The exact schedules agree to rounding; tests.benchmarks.schedules measures replay as well.
         reports.append(run_case(case, contestants(case), "retain", arguments, console))
     save(console, reports, Path(arguments.output), "flux_ranks", TITLE)
 

@@ -75,7 +75,7 @@ def write_json(path: Path, reports: Sequence[CaseReport]) -> None:
     """Write everything that was measured, and on what."""
     content = {
         "settings": {
-            "recipe": "flux_bench",
+            "recipe": reports[0].case.recipe,
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "machine": machine.processor() or machine.machine(),

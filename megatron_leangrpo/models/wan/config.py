@@ -109,6 +109,12 @@ def wan_tiny(**overrides: Any) -> WanConfig:
     return WanConfig(**{**sizes, "joint_attention_dim": 64, **overrides})
 
 
+def wan_bench(**overrides: Any) -> WanConfig:
+    """Large enough that matrix products dominate, small enough to time on one core."""
+    sizes = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4}
+    return wan_tiny(**{**sizes, "ffn_hidden_size": 1024, "joint_attention_dim": 256, **overrides})
+
+
 PRESETS = {
     "wan21_1.3b": wan21_1_3b,
     "wan21_14b": wan21_14b,
@@ -116,6 +122,7 @@ PRESETS = {
     "wan22_a14b": wan22_a14b,
     "wan22_5b": wan22_5b,
     "wan_tiny": wan_tiny,
+    "wan_bench": wan_bench,
 }
 
 # Our field for each field of diffusers' WanTransformer3DModel; the head dimension is derived.

@@ -1,11 +1,11 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """Our schedules beside replay over diffusers' model and over ours, in one process on one thread.
 
-    OMP_NUM_THREADS=1 python -m tests.benchmarks.flux_schedules [--micro-batch-size 1]
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.schedules [--family flux | wan]
 
-Recipe flux_bench: 16 steps, 9 or 15 of them trained. All contestants run interleaved with the same
-weights, prompts, noise, advantages and micro-batches; before any clock runs, their gradients are
-compared. Only rollout and update count.
+Recipes flux_bench and wan_bench: 16 steps, 9 or 15 of them trained. All contestants run interleaved
+with the same weights, prompts, noise, advantages and micro-batches; before any clock runs, their
+gradients are compared. Only rollout and update count.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import torch
 from megatron_leangrpo import platform
 from megatron_leangrpo.reporting.console import Console
 from tests.benchmarks.benchmark import keep_freed_memory, run_case, save
-from tests.benchmarks.cases import Case, add_arguments, positive, whole_groups
+from tests.benchmarks.cases import FAMILIES, Case, add_arguments, positive, whole_groups
 from tests.benchmarks.contestants import (
     Contestant,
     OurIteration,
@@ -36,6 +36,7 @@ TITLE = (
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--family", choices=FAMILIES, default="flux")
     parser.add_argument("--trained-steps", type=int, nargs="+", choices=(9, 15), default=[9, 15])
     parser.add_argument("--micro-batch-size", type=positive, default=1)
     parser.add_argument("--group-size", type=positive, default=2)
@@ -50,9 +51,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     console = Console()
     reports = []
     for steps in arguments.trained_steps:
-        case = Case(steps, arguments.micro_batch_size, arguments.group_size, quick=arguments.quick)
+        case = Case(
+            steps,
+            arguments.micro_batch_size,
+            arguments.group_size,
+            quick=arguments.quick,
+            family=arguments.family,
+        )
         reports.append(run_case(case, contestants(case), "replay, ours", arguments, console))
-    save(console, reports, Path(arguments.output), "flux_schedules", TITLE)
+    save(console, reports, Path(arguments.output), f"{arguments.family}_schedules", TITLE)
 
 
 def contestants(case: Case) -> list[Contestant]:
