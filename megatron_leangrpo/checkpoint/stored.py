@@ -25,7 +25,8 @@ from megatron_leangrpo.checkpoint.unpickling import load_data
 from megatron_leangrpo.models.common.conversion import TensorInfo, TensorSource
 
 AVERAGE = "average."
-_OPTIMIZER = "optimizer."
+# The optimizer's state and the scales of FP8.
+_NO_WEIGHTS = ("optimizer.", "fp8.")
 _METADATA = ".metadata"
 
 
@@ -59,7 +60,7 @@ class StoredTensors(TensorSource):
                 f"checkpoint {checkpoint} holds no weight average (optimizer.ema_decay was 0)"
             )
         for name, (info, chunks) in metadata.items():
-            if name.startswith(_OPTIMIZER) or name.startswith(AVERAGE) != average:
+            if name.startswith(_NO_WEIGHTS) or name.startswith(AVERAGE) != average:
                 continue
             own = name.removeprefix(AVERAGE)
             self._layout[own], self._chunks[own] = info, chunks

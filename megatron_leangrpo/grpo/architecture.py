@@ -15,6 +15,7 @@ from megatron_leangrpo.checkpoint.training import load_weights
 from megatron_leangrpo.config import LoraConfig, RunConfig
 from megatron_leangrpo.grpo.adaptation import Adaptation, find_adaptation, is_adapted
 from megatron_leangrpo.grpo.assets import resolve_asset
+from megatron_leangrpo.grpo.fp8 import fp8_settings
 from megatron_leangrpo.models.common.config import TransformerSettings
 from megatron_leangrpo.models.common.weights import (
     Rule,
@@ -26,7 +27,12 @@ from megatron_leangrpo.models.common.weights import (
     shard_dim,
     unwrapped,
 )
-from megatron_leangrpo.models.experts import Experts, InFolders, rules_of_experts
+from megatron_leangrpo.models.experts import (
+    Experts,
+    InFolders,
+    rules_of_experts,
+    transformers_of,
+)
 from megatron_leangrpo.models.families import ModelFamily, find_preset, model_family
 from megatron_leangrpo.models.loading import (
     load_transformer_folder,
@@ -34,6 +40,7 @@ from megatron_leangrpo.models.loading import (
     read_transformer_config,
 )
 from megatron_leangrpo.overlap.settings import OverlapSettings
+from megatron_leangrpo.precision.recipe import Fp8Settings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -55,6 +62,7 @@ class Architecture:
     expert_offload: bool = False
     """Of two experts the idle one's weights may be in host memory."""
     lora: LoraConfig = field(default_factory=LoraConfig)
+    fp8: Fp8Settings | None = None
 
     def build_model(self, device: torch.device) -> torch.nn.Module:
         """Build this rank's share of the transformer and fill it with weights (a collective).
@@ -64,6 +72,11 @@ class Architecture:
         """
         with torch.device(device):
             model = self._build(self.config)
+        if self.fp8 is not None:
+            from megatron_leangrpo.models.common.fp8 import use_fp8
+
+            for transformer in transformers_of(model):
+                use_fp8(transformer, self.fp8)
         if self.weights is not None:
             self.check_weights()
             load_weights(self.weights, model, average=False)
@@ -199,6 +212,7 @@ def resolve_architecture(config: RunConfig, needs_weights: bool = True) -> Archi
         weights,
         model.expert_offload,
         config.lora,
+        fp8_settings(config, needs_backend=needs_weights),
     )
 
 

@@ -11,6 +11,7 @@ from megatron_leangrpo.grpo.adaptation import is_adapted
 from megatron_leangrpo.grpo.architecture import Architecture, resolve_architecture
 from megatron_leangrpo.grpo.config_checks import check_training
 from megatron_leangrpo.grpo.experiment import check_schedule, objective_config
+from megatron_leangrpo.grpo.fp8 import check_fp8_training
 from megatron_leangrpo.grpo.inputs import check_parts, check_prompts, latent_geometry, read_prompts
 from megatron_leangrpo.grpo.placement import Group, check_placement, place
 from megatron_leangrpo.grpo.planning import resolve_auto
@@ -84,6 +85,7 @@ def check_and_describe(
     world = int(os.environ.get("WORLD_SIZE", tp * cp)) if world_size is None else world_size
     dp = world // (tp * cp)
     check_training(config)
+    check_fp8_training(config)
     checked = check_run(config, world, needs_weights=not dry_run)
     architecture = checked.architecture
     reason = None

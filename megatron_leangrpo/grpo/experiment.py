@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -16,6 +17,7 @@ from megatron_leangrpo.grpo.architecture import Architecture, resolve_architectu
 from megatron_leangrpo.grpo.data_parallel import wrap_data_parallel, wrappers_of
 from megatron_leangrpo.grpo.early_reduction import EarlyReduction
 from megatron_leangrpo.grpo.evaluation import Evaluator
+from megatron_leangrpo.grpo.fp8 import calibrate_scales
 from megatron_leangrpo.grpo.gradient_buffers import GradientBuffers
 from megatron_leangrpo.grpo.guided import Guidance, GuidedPolicy
 from megatron_leangrpo.grpo.inputs import (
@@ -122,6 +124,7 @@ def build_experiment(config: RunConfig) -> Experiment:
 
     model = architecture.build_model(platform.device())
     policy = Policy(model, grid, architecture.config.params_dtype)
+    calibrate_scales(policy, settings, partial(encode, encoder, architecture), prompts[0])
     if sampling.cfg_scale > 1:
         negative = encode(encoder, architecture, [sampling.negative_prompt])
         policy = GuidedPolicy(policy, guidance_of(config, architecture, negative))

@@ -36,6 +36,7 @@ from megatron_leangrpo.grpo.scoring import Scorer
 from megatron_leangrpo.grpo.stats import UpdateStats
 from megatron_leangrpo.grpo.timing import PhaseTimer
 from megatron_leangrpo.grpo.trajectory import WaveTrajectory
+from megatron_leangrpo.precision.scaling import recording_scales, renew_scales
 
 
 @dataclass
@@ -124,7 +125,7 @@ class IterationRunner:
         self._check = self._check_of(iteration)
         reduces_early = self.early is not None and apply_update is not None and not self._check
         self._around_last = self.early.last_backward if reduces_early else nullcontext
-        with collecting_gradients(self.model):
+        with collecting_gradients(self.model), recording_scales(self.model):
             pending = self._run_waves(placement, groups, iteration, table, timer, stats)
         with timer.phase("update"):
             checked = {} if self._check is None else self._check.measure(self.model)
@@ -136,6 +137,8 @@ class IterationRunner:
                     result.updates.append(
                         self._replay_update(minibatch, pending, table, apply_update)
                     )
+        if apply_update is not None:
+            renew_scales(self.model)
         result.metrics = {
             **self._reward_metrics(table),
             **result.updates[0],

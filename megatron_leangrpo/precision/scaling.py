@@ -8,11 +8,13 @@ scales do not depend on the layout.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_leangrpo import platform
 from megatron_leangrpo.precision.quantise import amax, delayed_scale_of
 from megatron_leangrpo.precision.recipe import Fp8Settings
 
@@ -59,3 +61,42 @@ class DelayedScales(torch.nn.Module):
         )
         self.amax_history.copy_(history.roll(-1, 0))
         self.amax_history[0] = 0
+
+
+def delayed_scales(model: torch.nn.Module) -> dict[str, DelayedScales]:
+    """The scales of delayed scaling by name: of no, one or several transformers."""
+    return {n: module for n, module in model.named_modules() if isinstance(module, DelayedScales)}
+
+
+@contextmanager
+def recording_scales(model: torch.nn.Module) -> Iterator[None]:
+    """Forwards inside count for the next scales."""
+    with ExitStack() as stack:
+        for scales in delayed_scales(model).values():
+            stack.enter_context(scales.recording())
+        yield
+
+
+def renew_scales(model: torch.nn.Module) -> None:
+    """Begin with new scales (a collective of all ranks where there are any)."""
+    for scales in delayed_scales(model).values():
+        scales.renew()
+
+
+def sharded_scales(model: torch.nn.Module) -> dict[str, Any]:
+    """The scales for megatron's distributed checkpoints; every rank has the same."""
+    from megatron.core.utils import make_sharded_tensor_for_checkpoint
+
+    groups = {"tp_group": platform.tp_group(), "dp_cp_group": platform.dp_cp_group()}
+    return {
+        f"{name}.{key}": make_sharded_tensor_for_checkpoint(buffer, f"fp8.{name}.{key}", **groups)
+        for name, scales in delayed_scales(model).items()
+        for key, buffer in scales.named_buffers()
+    }
+
+
+def load_scales(model: torch.nn.Module, loaded: dict[str, torch.Tensor]) -> None:
+    """Put stored scales in place."""
+    for name, scales in delayed_scales(model).items():
+        for key, buffer in scales.named_buffers():
+            buffer.copy_(loaded[f"{name}.{key}"])

@@ -1,14 +1,12 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""Which linears of a model multiply in FP8, and where the scales of a model are."""
+"""Which linears of a model multiply in FP8."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron_leangrpo import platform
 from megatron_leangrpo.models.common.linear import (
     ColumnParallelLinear,
     JoinedRowParallelLinear,
@@ -34,10 +32,9 @@ def use_fp8(transformer: torch.nn.Module, settings: Fp8Settings) -> None:
     """
     linears = fp8_linears(transformer, settings.first_last_blocks_bf16)
     if settings.backend == "transformer_engine":
-        from megatron_leangrpo.precision.transformer_engine import TransformerEngine
+        from megatron_leangrpo.precision.transformer_engine import TransformerEngineOperands
 
-        engine = TransformerEngine(settings)
-        _assign(linears, lambda slot, group: engine.operands())
+        _assign(linears, lambda slot, group: TransformerEngineOperands(settings))
         return
     scales = None
     if settings.is_delayed:
@@ -48,7 +45,7 @@ def use_fp8(transformer: torch.nn.Module, settings: Fp8Settings) -> None:
     _assign(linears, lambda slot, group: ReferenceOperands(settings, scales, slot, group))
 
 
-def _assign(linears: list[Linear], make) -> None:
+def _assign(linears: Sequence[Linear], make: Callable[..., Operands]) -> None:
     slot = 0
 
     def following(group: torch.distributed.ProcessGroup | None = None) -> Operands:
@@ -82,42 +79,3 @@ def fp8_linears(transformer: torch.nn.Module, first_last: int) -> list[Linear]:
         if isinstance(module, RowParallelLinear | JoinedRowParallelLinear)
         or (isinstance(module, ColumnParallelLinear) and module.takes_tokens)
     ]
-
-
-def delayed_scales(model: torch.nn.Module) -> dict[str, DelayedScales]:
-    """The scales of delayed scaling by name: of no, one or several transformers."""
-    return {n: module for n, module in model.named_modules() if isinstance(module, DelayedScales)}
-
-
-@contextmanager
-def recording_scales(model: torch.nn.Module) -> Iterator[None]:
-    """Forwards inside count for the next scales."""
-    with ExitStack() as stack:
-        for scales in delayed_scales(model).values():
-            stack.enter_context(scales.recording())
-        yield
-
-
-def renew_scales(model: torch.nn.Module) -> None:
-    """Begin with new scales (a collective of all ranks where there are any)."""
-    for scales in delayed_scales(model).values():
-        scales.renew()
-
-
-def sharded_scales(model: torch.nn.Module) -> dict[str, object]:
-    """The scales for megatron's distributed checkpoints; every rank has the same."""
-    from megatron.core.utils import make_sharded_tensor_for_checkpoint
-
-    groups = {"tp_group": platform.tp_group(), "dp_cp_group": platform.dp_cp_group()}
-    return {
-        f"{name}.{key}": make_sharded_tensor_for_checkpoint(buffer, f"fp8.{name}.{key}", **groups)
-        for name, scales in delayed_scales(model).items()
-        for key, buffer in scales.named_buffers()
-    }
-
-
-def load_scales(model: torch.nn.Module, loaded: dict[str, torch.Tensor]) -> None:
-    """Put stored scales in place."""
-    for name, scales in delayed_scales(model).items():
-        for key, buffer in scales.named_buffers():
-            buffer.copy_(loaded[f"{name}.{key}"])
