@@ -102,6 +102,20 @@ class BlockWriter:
             "modulated", size, [shift, norm, factor], saved=[norm, factor], scratch=2 * size
         )
 
+    def scaled_norm(self, x: str, shift: str, factor: str, *streams: int) -> str:
+        """The same in one node, which keeps its input alone."""
+        layout, numbers = self.layout, self.layout.shard(*streams) * self.layout.batch
+        # Wide: the gradient, the normalised input and its product with it, and grad * factor.
+        scratch = 4 * numbers * self.hidden * layout.wide
+        return self.tape.add(
+            "normed",
+            self.stream(*streams),
+            [x, shift, factor],
+            saved=[x, factor],
+            extra=2 * numbers * layout.wide,
+            scratch=scratch,
+        )
+
     def gated_residual(self, x: str, gate: str, update: str, *streams: int) -> str:
         """`x + gate * update`; the gradient of x is the output's."""
         size = self.stream(*streams)
@@ -159,6 +173,13 @@ class BlockWriter:
     def projected(self, *streams: int) -> int:
         """Tokens that go on from a projection: a rank alone in its context has all, and no pads."""
         return sum(streams) if self.layout.context_parallel == 1 else self.padded(*streams)
+
+    def with_pads(self, x: str, tokens: int) -> str:
+        """A stream of attended tokens, padded as it was projected."""
+        if self.padded(tokens) == self.projected(tokens):
+            return x
+        size = self.rows(self.padded(tokens), self.own_hidden)
+        return self.tape.add("padded", size, [x], aliases=[x])
 
     def queries_keys(self, qkv: str, tokens: int) -> tuple[str, str]:
         """Normalised and rotated queries and keys, packed, and the values of a projection."""

@@ -33,10 +33,7 @@ def _double(shape: TransformerShape, layout: Layout) -> Tape:
     parts = {name: write.rows(count, write.own_hidden) for name, count in projected.items()}
     attended = dict(zip(tokens, tape.split(out, parts)))
     for name, count in tokens.items():
-        if write.padded(count) != projected[name]:
-            size = write.rows(write.padded(count), write.own_hidden)
-            attended[name] = tape.add("padded", size, [attended[name]], aliases=[attended[name]])
-        update = write.row({attended[name]: write.own_hidden}, count)
+        update = write.row({write.with_pads(attended[name], count): write.own_hidden}, count)
         streams[name] = write.gated_residual(streams[name], chunks[name][2], update, count)
     for name, count in tokens.items():
         x = write.modulated_norm(streams[name], chunks[name][3], chunks[name][4], count)
@@ -81,15 +78,16 @@ def _cross(shape: TransformerShape, layout: Layout) -> Tape:
     vectors = tape.add("modulation", 6 * write.vector, [tape.tensor("vectors", 0)])
     chunks = tape.split(vectors, {f"chunk {n}": write.vector for n in range(6)})
 
-    normed = write.modulated_norm(x, chunks[0], chunks[1], video)
+    factor = tape.add("1 + scale", write.vector, [chunks[1]])
+    normed = write.scaled_norm(x, chunks[0], factor, video)
     projected = write.projected(video)
     qk, v = write.queries_keys(write.column(normed, 3 * own, video), projected)
-    update = write.row({write.self_attention(qk, v, video): own}, video)
+    attended = write.with_pads(write.self_attention(qk, v, video), video)
+    update = write.row({attended: own}, video)
     x = write.gated_residual(x, chunks[2], update, video)
 
-    statistics = 2 * layout.shard(video) * layout.batch * layout.wide
-    normed = tape.add("norm", write.stream(video), [x], saved=[x], extra=statistics)
-    q = write.column(normed, own, video)
+    weights = tape.split(tape.tensor("norm3", 0), {"bias": 0, "weight": 0})
+    q = write.column(write.scaled_norm(x, *weights, video), own, video)
     q = write.normalised(q, write.rows(projected, own), projected * write.own_heads)
     kv = tape.add(
         "text kv",
@@ -100,10 +98,12 @@ def _cross(shape: TransformerShape, layout: Layout) -> Tape:
     )
     k, v = tape.split(kv, {"k": write.rows(text, own), "v": write.rows(text, own)})
     k = write.normalised(k, write.rows(text, own), text * write.own_heads)
-    update = write.row({write.attention(q, k, v, projected, text, own): own}, video)
+    attended = write.with_pads(write.attention(q, k, v, projected, text, own), video)
+    update = write.row({attended: own}, video)
     x = tape.add("residual", write.stream(video), [x, update], aliases=[x, update])
 
-    normed = write.modulated_norm(x, chunks[3], chunks[4], video)
+    factor = tape.add("1 + scale", write.vector, [chunks[4]])
+    normed = write.scaled_norm(x, chunks[3], factor, video)
     write.gated_residual(x, chunks[5], write.mlp(normed, video), video)
     return tape
 
@@ -126,7 +126,11 @@ def output_tape(shape: TransformerShape, layout: Layout) -> Tape:
     tokens = tape.tensor("tokens", write.stream(*streams))
     img = tape.split(tokens, {"img": write.stream(count)})[0]
     scale, shift = write.modulation(vec, 2)
-    x = write.modulated_norm(img, shift, scale, count)
+    if shape.blocks[0][0] == "cross":
+        factor = tape.add("1 + scale", write.vector, [scale])
+        x = write.scaled_norm(img, shift, factor, count)
+    else:
+        x = write.modulated_norm(img, shift, scale, count)
     size = write.rows(layout.shard(count), shape.out_channels)
     out = tape.add(
         "velocity",

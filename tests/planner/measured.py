@@ -15,13 +15,15 @@ from megatron_leangrpo.grpo.experiment import Experiment
 from megatron_leangrpo.grpo.memory import peak_allocated_bytes
 from megatron_leangrpo.grpo.planning import batches_of, workload_of
 from megatron_leangrpo.models.flux.config import PRESETS, FluxConfig, flux_bench
+from megatron_leangrpo.models.wan.config import PRESETS as WAN_PRESETS
+from megatron_leangrpo.models.wan.config import WanConfig, wan_tiny
 from megatron_leangrpo.planner.memory import peak_activations
 from megatron_leangrpo.planner.selector import SCHEDULES
 from megatron_leangrpo.planner.workload import Ranks, Workload
 from tests.grpo import tiny
 
 REWARD = "tests.planner.light:LightReward"
-WIDE, NARROW = "flux_planned_wide", "flux_planned_narrow"
+WIDE, NARROW, VIDEO = "flux_planned_wide", "flux_planned_narrow", "wan_planned"
 
 
 def _narrow(**overrides: Any) -> FluxConfig:
@@ -36,7 +38,13 @@ def _wide(**overrides: Any) -> FluxConfig:
     return flux_bench(**{"num_double_blocks": 2, "num_single_blocks": 1, **overrides})
 
 
+def _video(**overrides: Any) -> WanConfig:
+    """Wide enough for the transformer to take more than its decoded videos."""
+    return wan_tiny(**{"hidden_size": 192, "ffn_hidden_size": 512, **overrides})
+
+
 PRESETS.update({NARROW: _narrow, WIDE: _wide})
+WAN_PRESETS[VIDEO] = _video
 
 
 ALONE = Ranks()
@@ -47,6 +55,7 @@ class Case:
     """One shape of a run."""
 
     preset: str = NARROW
+    frames: int = 1
     size: int = 128
     text: int = 16
     micro_batch: int = 1
@@ -64,6 +73,7 @@ CASES = {
     "wide, attention recomputed": Case(WIDE, recompute="selective"),
     "blocks recomputed": Case(size=176, recompute="full"),
     "bfloat16": Case(size=144, dtype="bfloat16"),
+    "video": Case(VIDEO, frames=9, size=96),
     "KL, std of all groups": Case(
         text=31, kl_beta=0.01, advantage="flow_grpo_global_std", prompts=2
     ),
@@ -89,6 +99,7 @@ def _config(case: Case, prompts: str) -> RunConfig:
     return tiny.tiny_config(
         prompts,
         model={
+            "family": "wan" if case.preset in WAN_PRESETS else "flux",
             "preset": case.preset,
             "max_text_tokens": case.text,
             "recompute_granularity": case.recompute,
@@ -99,7 +110,12 @@ def _config(case: Case, prompts: str) -> RunConfig:
             "context_parallel_size": case.ranks.context,
         },
         # Six steps, five of them trained: a window of three and one of two.
-        sampling={"height": case.size, "width": case.size, "num_steps": 6},
+        sampling={
+            "height": case.size,
+            "width": case.size,
+            "num_frames": case.frames,
+            "num_steps": 6,
+        },
         grpo={
             "prompts_per_iteration": case.prompts,
             "group_size": 2,
