@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_leangrpo import platform
+from megatron_leangrpo.checkpoint.frozen import frozen_checksum
 from megatron_leangrpo.checkpoint.store import (
     FileRecord,
     Manifest,
@@ -100,7 +101,8 @@ class CheckpointSaver:
         if platform.is_logging_rank() and state.transformer_config is not None:
             text = json.dumps(dict(state.transformer_config), indent=2) + "\n"
             (temporary / CONFIG).write_text(text, encoding="utf-8")
-        manifest = Manifest(iteration, reward, state.window_scores)
+        frozen = frozen_checksum(state.model)
+        manifest = Manifest(iteration, reward, state.window_scores, frozen=frozen)
 
         def run() -> None:
             try:

@@ -13,7 +13,7 @@ import torch
 from megatron_leangrpo.checkpoint.store import MANIFEST, checkpoints
 from megatron_leangrpo.checkpoint.stored import StoredTensors
 from megatron_leangrpo.models.common.config import TransformerSettings
-from megatron_leangrpo.models.common.weights import full_shape
+from megatron_leangrpo.models.common.weights import ADAPTER, full_shape
 from megatron_leangrpo.models.loading import CONFIG, read_json
 
 SETTING = "model.weights"
@@ -68,6 +68,11 @@ def check_architecture(
 def check_tensors(checkpoint: Path, model: torch.nn.Module) -> None:
     """Raise ``ValueError`` unless a checkpoint holds the weights of `model`, by name and shape."""
     stored = StoredTensors(checkpoint).layout
+    if any(ADAPTER in name for name in stored):
+        raise ValueError(
+            f"{SETTING}: {checkpoint} holds adapters alone; export them with `python -m "
+            "checkpoints_tools export` and give the file as lora.path"
+        )
     expected = {name: full_shape(parameter) for name, parameter in model.named_parameters()}
     wrong = [f"{name} is missing" for name in expected if name not in stored]
     wrong += [f"{name} is unknown" for name in stored if name not in expected]

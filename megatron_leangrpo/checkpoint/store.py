@@ -42,6 +42,8 @@ class Manifest:
     window_scores: list[list[float]] = field(default_factory=list)
     """First step, length and score of jagg's windows."""
     files: dict[str, FileRecord] = field(default_factory=dict)
+    frozen: str | None = None
+    """Checksum of the weights below trained adapters, which are not in the checkpoint."""
 
 
 def step_folder(folder: Path, iteration: int) -> Path:
@@ -115,6 +117,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
                 str(name): FileRecord(int(record["num_bytes"]), str(record["sha256"]))
                 for name, record in content["files"].items()
             },
+            frozen=content.get("frozen"),
         )
     except (OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         reason = error if type(error) is ValueError else f"{type(error).__name__} {error}"

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_leangrpo import platform
+from megatron_leangrpo.checkpoint.frozen import check_frozen
 from megatron_leangrpo.checkpoint.store import (
     Found,
     checkpoints,
@@ -25,6 +26,7 @@ from megatron_leangrpo.checkpoint.store import (
 )
 from megatron_leangrpo.checkpoint.unpickling import only_data
 from megatron_leangrpo.models.common.weights import sharded_parameters
+from megatron_leangrpo.precision.scaling import load_scales, sharded_scales
 
 _OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 
@@ -85,6 +87,7 @@ def load_checkpoint(checkpoint: Path, state: TrainingState) -> int:
     ``ValueError`` where it cannot be read, or is not of this model and these settings.
     """
     manifest = read_manifest(checkpoint)
+    check_frozen(checkpoint, manifest.frozen, state.model)
     state.window_scores = manifest.window_scores
     own_settings = _group_settings(state.optimizer)
     with platform.host_mode():
@@ -96,6 +99,7 @@ def load_checkpoint(checkpoint: Path, state: TrainingState) -> int:
         for group, settings in zip(state.optimizer.param_groups, own_settings, strict=True):
             group.update(settings)
         state.scheduler.load_state_dict(loaded["scheduler"])
+        load_scales(state.model, loaded.get("fp8", {}))
     if state.average is not None:
         for name, value in state.average.items():
             value.copy_(loaded["average"][name])
@@ -107,7 +111,7 @@ def _read(sharded_state: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
 
     what = (
         f"checkpoint {checkpoint} cannot be read; it is damaged, or of another model or other "
-        "settings (optimizer.ema_decay, optimizer.use_distributed_optimizer)"
+        "settings (optimizer.ema_decay, optimizer.use_distributed_optimizer, fp8.recipe)"
     )
     with one_error(ValueError, what), only_data():
         return dist_checkpointing.load(sharded_state, str(checkpoint))
@@ -147,6 +151,7 @@ def load_weights(checkpoint: Path, model: torch.nn.Module, average: bool) -> Non
     wrong = damage_on_any_rank(checkpoint)
     if wrong is not None:
         raise ValueError(f"checkpoint {checkpoint} is damaged: {wrong}")
+    check_frozen(checkpoint, read_manifest(checkpoint).frozen, model)
     weights = _trained(model)
     if average:
         values = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
@@ -164,6 +169,9 @@ def sharded_state(state: TrainingState, loading: bool) -> dict[str, Any]:
         model, is_loading=loading, metadata=_OPTIMIZER_FORMAT
     )
     result = {"model": model, "optimizer": optimizer, "scheduler": state.scheduler.state_dict()}
+    scales = sharded_scales(state.model)
+    if scales:
+        result["fp8"] = scales
     if state.average is not None:
         result["average"] = _average_shards(model, state.average)
     return result

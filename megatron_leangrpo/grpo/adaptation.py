@@ -10,7 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from megatron_leangrpo.config import LoraConfig
-from megatron_leangrpo.models.common.lora_targets import A, B, LowRank, match_targets
+from megatron_leangrpo.models.common.lora_targets import (
+    A,
+    B,
+    LowRank,
+    match_targets,
+    target_names,
+)
 from megatron_leangrpo.models.common.weights import Rule, full_shapes, load_full_tensors
 from megatron_leangrpo.models.lora_files import Names, read_lora
 
@@ -65,6 +71,11 @@ def find_adaptation(
         file = read_lora(lora.path, names)
         projections, start = file.projections, file.tensors
     else:
+        if not (lora.targets or targets):
+            raise ValueError(
+                "lora.targets is empty, and no recipe for this model is known; valid: ends of "
+                f"{', '.join(target_names(names.known))}"
+            )
         chosen = match_targets(lora.targets or targets, names.known)
         alpha = PUBLISHED_ALPHA * lora.rank if lora.alpha is None else lora.alpha
         projections = dict.fromkeys(chosen, LowRank(lora.rank, alpha))

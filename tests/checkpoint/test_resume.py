@@ -35,11 +35,12 @@ LAYOUTS = {
     ),
     "dp 2": (2, []),
     "tp 2": (2, ["--parallel.tensor_model_parallel_size=2"]),
+    "tp 4": (4, ["--parallel.tensor_model_parallel_size=4"]),
     "cp 2": (2, ["--parallel.context_parallel_size=2"]),
     "adapters": (1, ["--lora.rank=2"]),
     "adapters, tp 2": (2, ["--lora.rank=2", "--parallel.tensor_model_parallel_size=2"]),
 }
-BIT_FOR_BIT = [layout for layout in LAYOUTS if layout not in ("cp 2", "adapters")]
+BIT_FOR_BIT = [layout for layout in LAYOUTS if layout not in ("tp 4", "cp 2", "adapters")]
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +152,8 @@ def test_a_killed_run_resumes_bit_for_bit(train, straight, killed, tmp_path, lay
     ("before", "after"),
     [
         ("tp 2", "alone"),
+        ("tp 2", "dp 2"),
+        ("tp 2", "tp 4"),
         ("alone", "cp 2"),
         ("cp 2", "tp 2"),
         ("dp 2", "alone"),
@@ -163,6 +166,17 @@ def test_a_run_resumes_in_another_layout(train, straight, killed, tmp_path, befo
     platform.initialize_distributed()
     assert tiny.worst(final_weights(run), final_weights(expected))[0] < BETWEEN_LAYOUTS
     platform.destroy_distributed()
+
+
+def test_adapters_continue_on_the_base_they_were_trained_on_only(train, killed, tmp_path):
+    run = killed("adapters", tmp_path / "run")
+    for layout, override, message in (
+        ("adapters", "--seed=1", "trained on other weights"),
+        ("alone", "--seed=0", "trained adapters"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train(layout, run, RESUME, override)
+        platform.destroy_distributed()
 
 
 def final_weights(run: Path) -> tiny.Tensors:
