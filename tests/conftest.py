@@ -23,15 +23,14 @@ quiet_libraries()
 
 # What takes seconds to repeat, in another layout or dtype, what a faster test shows every day.
 REPEATED_SLOWLY = (
-    "benchmarks/test_benchmarks.py::test_one_rank_measures_both_replays_of_both_sides_and_our_schedules[wan",
     "benchmarks/test_benchmarks.py::test_two_ranks",
     "benchmarks/test_benchmarks.py::test_without_jagg",
     "checkpoint/test_resume.py::test_a_damaged_newest_checkpoint_is_named_and_the_one_before_continues[dp",
     "checkpoint/test_resume.py::test_a_killed_run_resumes_bit_for_bit[alone, bfloat16",
     "checkpoint/test_resume.py::test_a_run_resumes_in_another_layout[alone-cp",
     "checkpoint/test_resume.py::test_a_run_resumes_in_another_layout[dp",
-    "checkpoint/test_resume.py::test_a_run_resumes_in_another_layout[tp 2-tp 4",
     "checkpoints_tools/test_round_trip.py::test_an_import_loads_at_every_tensor_parallel_size[1-4",
+    "checkpoint/test_resume.py::test_a_run_resumes_in_another_layout[tp 2-tp 4",
     "grpo/test_jagg.py::test_on_two_ranks_jagg_gives_one_gradient_on_every_schedule[1-False",
     "grpo/test_jagg.py::test_on_two_ranks_jagg_gives_one_gradient_on_every_schedule[2-",
     "grpo/test_prompt_use.py::test_a_resumed_run_goes_on_with_the_same_prompts[p8",

@@ -46,6 +46,7 @@ _AT_LEAST = {
     "evaluation.micro_batch_size": 1,
     "evaluation.grid_images": 1,
     "checkpoint.interval": -1,
+    "checkpoint.export_interval": -1,
     "checkpoint.keep": 1,
 }
 _BELOW_ONE = ("optimizer.adam_beta1", "optimizer.adam_beta2", "optimizer.ema_decay")

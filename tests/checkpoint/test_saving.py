@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import json
+import random
+import shutil
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +18,7 @@ import torch
 from megatron_leangrpo import platform
 from megatron_leangrpo.checkpoint import saving
 from megatron_leangrpo.checkpoint.saving import CheckpointSaver
-from megatron_leangrpo.checkpoint.store import damage, newest_valid
+from megatron_leangrpo.checkpoint.store import damage, newest_valid, read_manifest
 from megatron_leangrpo.grpo import commands
 from megatron_leangrpo.grpo.trainer import Trainer
 from megatron_leangrpo.models.flux.config import from_diffusers_config
@@ -144,6 +147,89 @@ def test_a_run_that_fails_lets_its_save_finish(recipe, tmp_path):
     platform.destroy_distributed()
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step_000002"]
     assert damage(run / "checkpoints" / "step_000002") is None
+
+
+def test_two_hundred_damages_of_a_runs_checkpoint_are_noticed_or_harmless(straight, tmp_path):
+    """Every file of it, sizes weighed little: the small ones say what the large ones are."""
+    folder = Path(shutil.copytree(straight / "checkpoints", tmp_path / "checkpoints"))
+    checkpoint, before = folder / "step_000004", folder / "step_000002"
+    files = sorted(checkpoint.iterdir())
+    assert {".metadata", "__0_0.distcp", "common.pt", "config.json", "manifest.json"} <= {
+        path.name for path in files
+    }
+    original, rng, kinds = {path: path.read_bytes() for path in files}, random.Random(0), Counter()
+    for _ in range(200):
+        path, kind = rng.choice(files), rng.choice(["flip", "cut", "delete"])
+        content = bytearray(original[path])
+        if kind == "flip":
+            content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        elif kind == "cut":
+            del content[rng.randrange(len(content)) :]
+        path.unlink() if kind == "delete" else path.write_bytes(content)
+        found = newest_valid(folder)
+        if found.checkpoint == checkpoint:
+            # White space of a manifest; what it says is as it was.
+            assert path.name == "manifest.json" and read_manifest(checkpoint).iteration == 4
+            kinds["harmless"] += 1
+        else:
+            assert found.checkpoint == before
+            [reason] = found.skipped
+            assert reason.startswith("step_000004: ") and path.name in reason
+            kinds[kind] += 1
+        path.write_bytes(original[path])
+    assert damage(checkpoint) is None
+    assert min(kinds[kind] for kind in ("flip", "cut", "delete")) > 40 and kinds["harmless"] < 10
+
+
+def _partial_next(folder: Path) -> None:
+    (folder / "step_000005").mkdir()
+    for name in (".metadata", "common.pt", "config.json"):
+        shutil.copy(folder / "step_000004" / name, folder / "step_000005")
+
+
+def _zero_newest(folder: Path) -> None:
+    for path in (folder / "step_000004").iterdir():
+        path.write_bytes(b"")
+
+
+def _copied_away(folder: Path) -> None:
+    (folder / "step_000004").rename(folder.parent / "moved")
+    (folder / "step_000004").symlink_to("/nowhere/at/all")
+
+
+def _foreign(folder: Path) -> None:
+    for name in ("backup copy", ".nfs000123", "step_0000049.tmp"):
+        (folder / name).mkdir()
+    (folder / "notes.txt").write_text("mine\n")
+
+
+@pytest.mark.parametrize(
+    ("break_", "resumed_after", "skipped"),
+    [
+        (_partial_next, 4, "step_000005: no readable manifest.json"),
+        (_zero_newest, 2, "step_000004: no readable manifest.json"),
+        (_copied_away, 2, "step_000004: no readable manifest.json"),
+        (_foreign, 4, None),
+    ],
+)
+def test_a_run_resumes_from_the_newest_whole_checkpoint_and_says_what_it_passed_over(
+    recipe, straight, tmp_path, capsys, break_, resumed_after, skipped
+):
+    """HB18: what crashes and people leave among the checkpoints."""
+    run = Path(shutil.copytree(straight, tmp_path / "run"))
+    break_(run / "checkpoints")
+    names = {path.name for path in (run / "checkpoints").iterdir()}
+    capsys.readouterr()
+    tiny.train_command(recipe, [f"--output={run}", "--checkpoint.resume=true"])
+    platform.destroy_distributed()
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"resumed after iteration {resumed_after}: " in shown
+    assert ("passed over checkpoint " in shown) == (skipped is not None)
+    assert skipped is None or skipped in shown
+    assert [row["iteration"] for row in tiny.metrics_rows(run)] == [1, 2, 3, 4]
+    assert newest_valid(run / "checkpoints").checkpoint == run / "checkpoints" / "step_000004"
+    # Nothing is lost: what had the name stands aside.
+    assert names <= {path.name for path in (run / "checkpoints").iterdir()}
 
 
 def test_an_import_is_told_from_a_run_by_its_iterations(straight):

@@ -16,6 +16,7 @@ from megatron_leangrpo import platform
 from megatron_leangrpo.checkpoint.training import load_weights
 from megatron_leangrpo.grpo import commands
 from megatron_leangrpo.grpo.intervals import mean_over_prompts, t_quantile
+from megatron_leangrpo.models.flux.config import to_diffusers_config
 from tests.grpo import tiny
 
 # float32 forwards of the same weights in other kernels.
@@ -95,6 +96,61 @@ def test_a_diffusers_pipeline_of_the_export_has_the_velocity_of_the_average(reci
     platform.destroy_distributed()
 
 
+def test_adapters_are_exported_alone_and_diffusers_loads_them(recipe, tmp_path):
+    from diffusers import FluxTransformer2DModel
+
+    config, _ = commands.load(recipe, [])
+    base = FluxTransformer2DModel(**_sizes(to_diffusers_config(tiny.flux_smallest())))
+    base.load_state_dict(tiny.weights(tiny.start(config)))
+    platform.destroy_distributed()
+
+    run = tmp_path / "run"
+    tiny.train_command(recipe, [f"--output={run}", "--lora.rank=2", "--grpo.iterations=1"])
+    platform.destroy_distributed()
+    export = run / "export" / "step_000001"
+    assert sorted(p.name for p in export.iterdir()) == [
+        "README.md",
+        "pytorch_lora_weights.safetensors",
+    ]
+    base.load_lora_adapter(str(export), weight_name="pytorch_lora_weights.safetensors")
+
+    lora, _ = commands.load(recipe, ["--lora.rank=2"])
+    experiment = tiny.start(lora)
+    load_weights(run / "checkpoints" / "step_000001", experiment.policy.model, average=True)
+    conditioning = experiment.encode(["the number 1"])
+    torch.manual_seed(0)
+    x = torch.randn(1, *experiment.settings.latent_shape)
+    with torch.no_grad():
+        ours = experiment.policy(x, torch.tensor([0.5]), conditioning)
+        adapted, plain = (_velocity(base, x, conditioning, on) for on in (True, False))
+    assert tiny.relative_l2(ours, adapted) < VELOCITY
+    assert tiny.relative_l2(ours, plain) > 100 * VELOCITY
+    front, body = front_matter((export / "README.md").read_text())
+    assert front["base_model_relation"] == "adapter" and "load_lora_weights" in body
+    platform.destroy_distributed()
+
+
+def _sizes(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if not key.startswith("_")}
+
+
+def _velocity(model: Any, x: torch.Tensor, conditioning: Any, adapted: bool) -> torch.Tensor:
+    from diffusers import FluxPipeline
+
+    model.enable_lora() if adapted else model.disable_lora()
+    side = int(x.shape[1] ** 0.5)
+    return model(
+        hidden_states=x,
+        timestep=torch.tensor([0.5]),
+        guidance=conditioning.guidance,
+        pooled_projections=conditioning.pooled,
+        encoder_hidden_states=conditioning.prompt_embeds,
+        txt_ids=torch.zeros(conditioning.prompt_embeds.shape[1], 3),
+        img_ids=FluxPipeline._prepare_latent_image_ids(1, side, side, "cpu", torch.float32),
+        return_dict=False,
+    )[0]
+
+
 def front_matter(card: str) -> tuple[dict[str, Any], str]:
     _, front, body = card.split("---\n", 2)
     return yaml.safe_load(front), body
@@ -152,14 +208,14 @@ def test_the_quantiles_are_those_of_students_t(freedom, expected):
 def test_the_interval_covers_the_truth_as_often_as_it_says():
     """Five prompts with effects of their own; four samples each would look like twenty."""
     generator = torch.Generator().manual_seed(0)
-    prompt_ids, covered, trials = [n for n in range(5) for _ in range(4)], 0, 2000
+    prompt_ids, covered, trials = [n for n in range(5) for _ in range(4)], 0, 1000
     for _ in range(trials):
         effect = torch.randn(5, generator=generator).repeat_interleave(4)
         values = effect + 0.3 * torch.randn(20, generator=generator)
         interval = mean_over_prompts(values, prompt_ids)
         covered += abs(interval.mean) <= interval.half_width
-    # Three standard errors of a share of 0.95 in 2000 trials are 0.015.
-    assert abs(covered / trials - 0.95) < 0.015
+    # Three standard errors of a share of 0.95 in 1000 trials are 0.021.
+    assert abs(covered / trials - 0.95) < 0.021
 
 
 def test_a_prompt_without_a_score_is_left_out_and_one_alone_has_no_interval():
