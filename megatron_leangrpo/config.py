@@ -19,7 +19,8 @@ class ModelConfig:
     `python -m checkpoints_tools import` has made, or RUN/checkpoints/step_N of a run."""
     preset: str | None = None
     """Architecture by name (flux_dev, flux_slice, flux_tiny, flux_bench; wan21_1.3b, wan21_14b,
-    wan21_i2v_14b, wan22_a14b, wan22_5b, wan_tiny, wan_bench), with random weights when no base is given."""
+    wan21_i2v_14b, wan22_a14b, wan22_5b, wan_tiny, wan_bench), with random weights when no base is
+    given."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Dtype of weights and activations. Log-probs and latents are never narrower than float32."""
     expert_boundary: float | None = None

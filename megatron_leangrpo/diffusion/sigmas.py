@@ -25,6 +25,10 @@ class SigmaSchedule:
         """N, the number of model evaluations."""
         return self.timesteps.numel()
 
+    def first_below(self, boundary: float | None) -> int | None:
+        """The first step whose timestep is below a boundary; N where all are above it."""
+        return None if boundary is None else int((self.timesteps >= boundary).sum())
+
 
 def flux_mu(image_tokens: int) -> float:
     """Exponent of FLUX's dynamic shift, linear in image tokens: 0.5 at 256, 1.15 at 4096."""

@@ -139,7 +139,9 @@ def _backwards_left_out(config: RunConfig, checked: CheckedRun, dp_size: int) ->
         seed=config.seed,
     )
     waves = [checked.settings.plans(w, 0) for w in placement.waves if w.minibatch == 0]
-    return saved_backwards(waves, grpo.jagg_window, grpo.jagg_frac)
+    expert_boundary = checked.architecture.config.expert_boundary
+    boundary = checked.settings.schedule.first_below(expert_boundary)
+    return saved_backwards(waves, grpo.jagg_window, grpo.jagg_frac, boundary)
 
 
 def _why_nothing_is_left_out(config: RunConfig) -> str:

@@ -70,7 +70,9 @@ class Experiment:
         check_schedule(schedule, grpo)
         router = None
         if schedule == "jagg":
-            router = JaggRouter(grpo.jagg_window, grpo.jagg_frac, self.config.sampling.num_steps)
+            sigmas = self.settings.schedule
+            boundary = sigmas.first_below(self.architecture.config.expert_boundary)
+            router = JaggRouter(grpo.jagg_window, grpo.jagg_frac, sigmas.num_steps, boundary)
             schedule = grpo.jagg_on
         built = SCHEDULES[schedule](
             self.policy, self.objective, self.reference, GradientBuffers(self.model)

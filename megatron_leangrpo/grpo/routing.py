@@ -28,12 +28,14 @@ Position = tuple[int, int]
 """First step and number of steps of a window."""
 
 
-def saved_backwards(waves: Iterable[Sequence[StepPlan]], size: int, frac: float) -> float:
+def saved_backwards(
+    waves: Iterable[Sequence[StepPlan]], size: int, frac: float, boundary: int | None = None
+) -> float:
     """Share of the backwards of some waves that jagg leaves out once it has scores."""
     steps = saved = 0
     positions: set[Position] = set()
     for plans in waves:
-        for window in consecutive_windows(plans, size):
+        for window in consecutive_windows(plans, size, boundary):
             rows = sum(window[0] in plan.trained for plan in plans)
             steps += rows * len(window)
             if len(window) > 2:
@@ -70,10 +72,14 @@ class WindowRouter:
 
 
 class JaggRouter(WindowRouter):
-    """Approximates the best `frac` of the windows of up to `size` steps."""
+    """Approximates the best `frac` of the windows of up to `size` steps.
 
-    def __init__(self, size: int, frac: float, num_steps: int) -> None:
-        self.size, self.frac, self.num_steps = size, frac, num_steps
+    From step `boundary` on another transformer runs, whose Jacobian has nothing to do with the
+    first one's.
+    """
+
+    def __init__(self, size: int, frac: float, num_steps: int, boundary: int | None = None) -> None:
+        self.size, self.frac, self.num_steps, self.boundary = size, frac, num_steps, boundary
         self.scores: dict[Position, float] = {}
         self._clear()
 
@@ -87,7 +93,7 @@ class JaggRouter(WindowRouter):
         """Return windows where they are approximated, and single steps elsewhere."""
         approximated = self.approximated
         result: list[StepWindow] = []
-        for window in consecutive_windows(plans, self.size):
+        for window in consecutive_windows(plans, self.size, self.boundary):
             if (window[0], len(window)) in approximated:
                 result.append(window)
             else:
@@ -97,7 +103,7 @@ class JaggRouter(WindowRouter):
     def observe(self, trajectory: WaveTrajectory, plans: Sequence[StepPlan]) -> None:
         """Score every window, approximated or not; two steps have nothing in between."""
         steps, approximated = {step.index: step for step in trajectory.steps}, self.approximated
-        for window in consecutive_windows(plans, self.size):
+        for window in consecutive_windows(plans, self.size, self.boundary):
             rows = steps[window[0]].trained
             trained = rows.sum()
             position = (window[0], len(window))

@@ -11,6 +11,7 @@ import torch
 from megatron_leangrpo import platform
 from megatron_leangrpo.diffusion.kernels import step_coefficients
 from megatron_leangrpo.diffusion.selection import StepPlan, build_step_selector
+from megatron_leangrpo.diffusion.sigmas import build_sigma_schedule
 from megatron_leangrpo.grpo.schedules.jagg import agreement, consecutive_windows, interpolate
 from megatron_leangrpo.grpo.trajectory import TrainedStep, Window
 from tests.grpo import tiny
@@ -37,6 +38,15 @@ def _plan(*trained: int, drawn_singly: bool = False) -> StepPlan:
 )
 def test_windows_are_consecutive_steps_that_the_same_trajectories_train(plans, size, expected):
     assert consecutive_windows(plans, size) == expected
+
+
+def test_no_window_spans_two_transformers():
+    plans = [_plan(0, 1, 2, 3, 4, 5)]
+    assert consecutive_windows(plans, 4, boundary=2) == [(0, 1), (2, 3, 4, 5)]
+    assert consecutive_windows(plans, 3, boundary=3) == [(0, 1, 2), (3, 4, 5)]
+    schedule = build_sigma_schedule("static_shift", 5, shift=1.0)
+    # Timesteps 1, 0.8, 0.6, 0.4 and 0.2.
+    assert [schedule.first_below(at) for at in (0.7, 0.6, 0.0, None)] == [2, 3, 5, None]
 
 
 def test_random_steps_form_no_window_and_random_blocks_do():

@@ -18,14 +18,13 @@ def peak(tmp_path_factory):
     prompts = tiny.write_prompts(tmp_path_factory.mktemp("prompts"))
 
     @functools.cache
-    def measured(schedule: str, trained_steps: int) -> int:
-        config = tiny.tiny_config(
-            prompts,
-            model={"max_text_tokens": 32},
+    def measured(schedule: str, trained_steps: int, family: str = "flux") -> int:
+        sections = {
+            "model": {"max_text_tokens": 32},
             # One that looks at a corner, so that the peak is the model's.
-            reward={"weights": {tiny.CENTRE: 1.0}},
-            sampling={"num_steps": trained_steps + 1, "height": 256, "width": 256},
-            grpo={
+            "reward": {"weights": {tiny.CENTRE: 1.0}},
+            "sampling": {"num_steps": trained_steps + 1, "height": 256, "width": 256},
+            "grpo": {
                 "prompts_per_iteration": 1,
                 "group_size": 2,
                 "micro_batch_size": 1,
@@ -33,8 +32,10 @@ def peak(tmp_path_factory):
                 "jagg_frac": 1.0,
                 "jagg_on": schedule.removeprefix("jagg on "),
             },
-        )
-        experiment = tiny.start(config)
+        }
+        video = {"height": 128, "width": 128, "num_frames": 13, "cfg_scale": 2.0}
+        wan = tiny.merged(tiny.WAN, {"sampling": video}) if family == "wan" else {}
+        experiment = tiny.start(tiny.tiny_config(prompts, **tiny.merged(sections, wan)))
         runner = experiment.runner("jagg" if schedule.startswith("jagg") else schedule)
         batch = experiment.sampler.batch(0)
         runner.run(0, batch)
@@ -55,6 +56,14 @@ def test_all_that_grows_with_the_trained_steps_is_latents_and_velocities(peak, s
     # Two trajectories, six more steps, a latent and a velocity of 256 tokens x 16 float32.
     data = 2 * 6 * 2 * 256 * 16 * 4
     assert growth == pytest.approx(data, rel=0.01)
+
+
+@pytest.mark.parametrize("schedule", ["replay", "reweight"])
+def test_so_it_is_for_guided_videos(peak, schedule):
+    growth = peak(schedule, 9, "wan") - peak(schedule, 3, "wan")
+    # A latent and a velocity of 4 x 8 x 8 tokens x 16 float32.
+    assert growth == pytest.approx(2 * 6 * 2 * 256 * 16 * 4, rel=0.01)
+    assert peak("retain", 9, "wan") > 5 * peak(schedule, 9, "wan")
 
 
 def test_retain_is_linear_in_the_number_of_trained_steps(peak):

@@ -28,10 +28,13 @@ def single_steps(plans: Sequence[StepPlan]) -> list[StepWindow]:
     return [(step,) for step in sorted({step for plan in plans for step in plan.trained})]
 
 
-def consecutive_windows(plans: Sequence[StepPlan], size: int) -> list[StepWindow]:
+def consecutive_windows(
+    plans: Sequence[StepPlan], size: int, boundary: int | None = None
+) -> list[StepWindow]:
     """Group consecutive steps that the same trajectories train, `size` steps at most.
 
     The last window of a run of steps may be shorter. Steps that were drawn one by one stay single.
+    None contains both `boundary`, from which another transformer runs, and the step before it.
     """
     windows: list[list[int]] = []
     previous = None
@@ -39,7 +42,7 @@ def consecutive_windows(plans: Sequence[StepPlan], size: int) -> list[StepWindow
         rows = tuple(step in plan.trained for plan in plans)
         drawn_singly = any(plan.drawn_singly for plan, row in zip(plans, rows) if row)
         joins = windows and step == windows[-1][-1] + 1 and rows == previous and not drawn_singly
-        if joins and len(windows[-1]) < size:
+        if joins and step != boundary and len(windows[-1]) < size:
             windows[-1].append(step)
         else:
             windows.append([step])
