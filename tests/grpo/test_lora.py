@@ -65,6 +65,10 @@ CASES = {
     "plain": {},
     "a KL term": {"grpo": {"kl_beta": 0.5, "kl_form": "velocity_mse"}},
     "blocks recomputed": {"model": {"recompute_granularity": "full"}},
+    "an FP8 base, a KL term": {
+        "fp8": {"recipe": "current", "backend": "reference"},
+        "grpo": {"kl_beta": 0.5, "kl_form": "velocity_mse"},
+    },
     "videos by two experts, guided, a KL term": tiny.merged(
         tiny.WAN,
         {
