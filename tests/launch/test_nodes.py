@@ -35,7 +35,6 @@ RECIPE = [
     "--evaluation.samples_per_prompt=2",
     "--evaluation.interval=0",
     "--checkpoint.interval=1",
-    "--parallel.timeout_seconds=20",
 ]
 LAUNCHER = ["bash", str(REPOSITORY / "launch" / "torchrun.sh")]
 
@@ -65,7 +64,9 @@ def lines(folder: Path) -> int:
     return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
 
-def launch(cluster: Cluster, node: Node, folder: Path, **more: str) -> subprocess.Popen[str]:
+def launch(
+    cluster: Cluster, node: Node, folder: Path, *overrides: str, **more: str
+) -> subprocess.Popen[str]:
     settings = {
         "NNODES": "2",
         "NODE_RANK": str(node.number),
@@ -73,7 +74,7 @@ def launch(cluster: Cluster, node: Node, folder: Path, **more: str) -> subproces
         "GPUS_PER_NODE": "2",
         **more,
     }
-    command = [*LAUNCHER, *RECIPE, "--output=run"]
+    command = [*LAUNCHER, *RECIPE, "--output=run", *overrides]
     return node.start(command, settings, folder / f"log{node.number}", folder)
 
 
@@ -131,7 +132,9 @@ def test_a_node_that_is_lost_and_replaced_continues_the_run(cluster, undisturbed
 def test_a_link_that_is_cut_until_the_ranks_give_up_continues_the_run(
     cluster, undisturbed, tmp_path
 ):
-    running = [launch(cluster, node, tmp_path) for node in cluster.nodes]
+    # Long enough for a step on a busy machine; what is lost on the way is only missed after it.
+    patience = "--parallel.timeout_seconds=20"
+    running = [launch(cluster, node, tmp_path, patience) for node in cluster.nodes]
     wait_for(lambda: lines(tmp_path) >= 2, tmp_path / "log0")
     cluster.cut()
     wait_for(lambda: "error on rank" in (tmp_path / "log0").read_text(), tmp_path / "log0")
@@ -227,5 +230,5 @@ def test_a_host_name_on_loopback_hinders_no_run_and_is_named_where_it_would(tmp_
         assert "set GLOO_SOCKET_IFNAME" in log and cluster.nodes[0].interface in log
         assert time.monotonic() - began < 60
         # The address alone is enough: the interface is found from the route.
-        running = [launch(cluster, node, tmp_path) for node in cluster.nodes]
-        finish(running, tmp_path)
+        short = "--grpo.iterations=1"
+        finish([launch(cluster, node, tmp_path, short) for node in cluster.nodes], tmp_path)
