@@ -10,7 +10,8 @@ reverse order of the forward, so the backward is the same pipeline: the gradient
 leave first, and those of queries, keys and values travel beside the next group's backward.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -59,7 +60,7 @@ class OverlappedHeadExchange(HeadExchange):
             return super().around(attend, qk, v)
         qks, vs = self.by_rank(qk).split(sizes, dim=3), self.by_rank(v).split(sizes, dim=3)
         there, back = (self._exchange(way, flash, v) for way in (TO_HEADS, TO_TOKENS))
-        groups = [packed(*group) for group in zip(qks, vs)]
+        groups = (packed(*group) for group in zip(qks, vs))
         return self.joined(torch.cat(attend_in_groups(attend, groups, there, back), dim=-1))
 
     def _flash(self, v: torch.Tensor) -> Flash | None:
@@ -80,7 +81,7 @@ class OverlappedHeadExchange(HeadExchange):
 
 
 def attend_in_groups(
-    attend: Attend, groups: Sequence[torch.Tensor], there: Exchange, back: Exchange
+    attend: Attend, groups: Iterable[torch.Tensor], there: Exchange, back: Exchange
 ) -> list[torch.Tensor]:
     """Each group `[ranks, s, b, heads, 3, head_dim]` to `[ranks, s, b, heads * head_dim]`.
 
@@ -88,16 +89,18 @@ def attend_in_groups(
     last `ranks - 1` take it back.
     """
     ranks = there.transport.size
-    ways_there = [_Way(there, back, 0, u) for u in range(len(groups))]
-    ways_back = [_Way(back, there, ranks, u) for u in range(len(groups))]
-    coming = [_Depart.apply(x, way) for x, way in zip(groups, ways_there)]
-    leaving = []
-    for u, x in enumerate(coming):
-        x = _Arrive.apply(x, ways_there[u])
+    coming, leaving = deque(), []
+    for u, x in enumerate(groups):
+        way = _Way(there, back, 0, u)
+        coming.append((_Depart.apply(x, way), way))
+    for u in range(len(coming)):
+        # What a group took there is kept by nobody but its backward.
+        x = _Arrive.apply(*coming.popleft())
         there.record("product", ranks - 1, u)
         out = attend(*x.flatten(0, 1).unbind(dim=-2))
-        leaving.append(_Depart.apply(out.view(ranks, -1, *out.shape[1:]), ways_back[u]))
-    return [_Arrive.apply(x, way) for x, way in zip(leaving, ways_back)]
+        way = _Way(back, there, ranks, u)
+        leaving.append((_Depart.apply(out.view(ranks, -1, *out.shape[1:]), way), way))
+    return [_Arrive.apply(x, way) for x, way in leaving]
 
 
 @dataclass

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from unittest import mock
 
@@ -11,13 +12,15 @@ import torch
 import torch.nn.functional as F
 
 from megatron_leangrpo import platform
+from megatron_leangrpo.overlap.choice import LayerShape, choices, fastest
 from megatron_leangrpo.overlap.cost_model import Flash
 from megatron_leangrpo.overlap.engine import Exchange
 from megatron_leangrpo.overlap.linear import row_parallel
-from megatron_leangrpo.overlap.plan import LinearPlan
+from megatron_leangrpo.overlap.plan import LinearPlan, prepare
 from megatron_leangrpo.overlap.query_split import attend_later
 from megatron_leangrpo.overlap.trace import Trace
 from megatron_leangrpo.overlap.transport import transport_of
+from tests.overlap.test_choice import CARD
 
 BATCH, HEADS, HEAD_DIM, WIDTH = 2, 2, 8, 6
 MODES = [
@@ -73,6 +76,28 @@ def test_split_queries_give_output_and_gradients_of_the_whole_attention(run_rank
     assert max(run_ranks(size, _differences, size, dtype)) < tolerance
 
 
+def _chosen(path: str) -> tuple[float, str]:
+    """The difference from the whole attention where the cost model chooses, and its choice."""
+    platform.initialize_distributed(2)
+    plan = LinearPlan(platform.tp_group(), True, None, "proj", calibration=path)
+    prepare(plan)
+    inputs = _inputs(300, torch.float32)
+    ours, theirs = (_run(plan, inputs, later)[0] for later in (True, False))
+    features = HEADS * HEAD_DIM
+    shape = LayerShape(2, 300 * BATCH // 2, WIDTH, features + 4, 4, 4 * 300 * features)
+    difference = (ours.double() - theirs.double()).norm() / theirs.double().norm()
+    return difference.item(), shape.describe(choices()[shape].flash)
+
+
+def test_auto_reckons_the_attention_with_the_projection(run_ranks, tmp_path):
+    path = tmp_path / "calibration.json"
+    times = {"flops_per_second": 1e9, "link_bytes_per_second": 1e7}
+    dataclasses.replace(CARD, **times).save(path)
+    for difference, choice in run_ranks(2, _chosen, str(path)):
+        assert difference < 1e-6
+        assert choice.startswith("flash") and choice.endswith("queries split")
+
+
 def _order(size: int, flash: Flash) -> tuple[list[tuple[str, int, int]], int]:
     """Messages and slices of queries in their order, and the tokens of a slice."""
     platform.initialize_distributed(size)
@@ -114,9 +139,6 @@ def test_a_sum_travels_while_the_next_queries_are_attended_to(run_ranks, size):
 
 
 def test_an_attention_beside_a_projection_hides_what_the_projection_cannot():
-    from megatron_leangrpo.overlap.choice import LayerShape, fastest
-    from tests.overlap.test_choice import CARD
-
     # FLUX's output projection over 4 ranks: too short for its hop by itself.
     shape = LayerShape(4, 1152, 3072, 768, 2)
     split = LayerShape(4, 1152, 3072, 768, 2, attention_flops=4 * 4608 * 768)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_leangrpo import platform
 from megatron_leangrpo.models.common.attention import CoreAttention
+from megatron_leangrpo.overlap.choice import AttentionShape, choices
 from megatron_leangrpo.overlap.cost_model import Costs, Flash, attention_time
 from megatron_leangrpo.overlap.emulated_link import EmulatedLink, VirtualClock
 from megatron_leangrpo.overlap.engine import Exchange
@@ -23,6 +25,7 @@ from megatron_leangrpo.overlap.trace import Event, Trace
 from megatron_leangrpo.overlap.transport import TorchTransport, TransportError
 from megatron_leangrpo.overlap.ulysses import OverlappedHeadExchange, attend_in_groups
 from megatron_leangrpo.parallel.ulysses import HeadExchange
+from tests.overlap.test_choice import CARD
 
 SIZES = (1, 2, 3, 4)
 TOKENS, BATCH, HEAD_DIM = 5, 2, 8
@@ -115,6 +118,30 @@ def _retained(size: int) -> bool:
 
 def test_many_forwards_before_the_first_backward_change_no_bit(run_ranks):
     assert run_ranks(2, _retained, 2) == [True, True]
+
+
+def _auto(path: str) -> tuple[bool, int]:
+    """Whether the bits are those of the plain exchange, and into how many groups it was cut."""
+    platform.initialize_distributed(1, context_parallel_size=2)
+    exchange = OverlappedHeadExchange(
+        8, platform.cp_group(), OverlapSettings("auto", calibration=path)
+    )
+    exchange.prepare("attention")
+    qk, v, _ = _inputs(8, torch.float32)
+    outs = [_forward(e, False, qk, v)[0] for e in (exchange, HeadExchange(8, exchange.group))]
+    shape = AttentionShape(2, 2 * TOKENS, BATCH, 4, HEAD_DIM, 4)
+    flash = choices()[shape].flash
+    return torch.equal(*outs), flash.sub_slices if flash else 1
+
+
+def test_auto_cuts_as_the_cost_model_says(run_ranks, tmp_path):
+    # Attention and exchange take about as long, then an exchange of nothing but latency.
+    times = {"flops_per_second": 1e9, "link_bytes_per_second": 1e9, "link_latency_seconds": 0.0}
+    slow = dataclasses.replace(CARD, **times)
+    slow.save(tmp_path / "slow.json")
+    dataclasses.replace(slow, link_latency_seconds=1.0).save(tmp_path / "late.json")
+    assert run_ranks(2, _auto, str(tmp_path / "slow.json")) == [(True, 4), (True, 4)]
+    assert run_ranks(2, _auto, str(tmp_path / "late.json")) == [(True, 1), (True, 1)]
 
 
 def _traces(size: int) -> tuple[Trace, Trace, int]:
