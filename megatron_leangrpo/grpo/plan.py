@@ -14,12 +14,19 @@ from megatron_leangrpo.grpo.experiment import objective_config
 from megatron_leangrpo.grpo.placement import check_placement
 from megatron_leangrpo.grpo.planning import all_candidates, configured_ranks, workload_of
 from megatron_leangrpo.planner.gpus import Gpu, find_gpu
-from megatron_leangrpo.planner.report import configured_line, print_plan, to_json
+from megatron_leangrpo.planner.report import (
+    configured_line,
+    pipeline_line,
+    print_plan,
+    to_json,
+)
 from megatron_leangrpo.planner.selector import Candidate, Choice, choose
 from megatron_leangrpo.planner.workload import Ranks, Workload
 from megatron_leangrpo.reporting.console import Console
 
 MOST_GPUS = 1024
+_STAGES = (2, 4, 8)
+"""Sizes of pipelines to look at."""
 
 
 def plan(config: RunConfig, gpu_name: str, gpus: int | None, json_path: str | None = None) -> None:
@@ -47,6 +54,11 @@ def plan(config: RunConfig, gpu_name: str, gpus: int | None, json_path: str | No
     own = [candidate for candidate in found if candidate.ranks == configured]
     if own and choice.chosen not in own:
         console.line(configured_line(_choose_or_why_not(work, own, gpu, device), configured))
+    staged = all_candidates(config, work, _possible(config, work, gpu, count, _STAGES), gpu)
+    fitting = [c for c in staged if c.problem is None and c.fits(gpu.budget)]
+    if fitting:
+        best = min(fitting, key=lambda c: (c.seconds.total, c.memory.total))
+        console.line(pipeline_line(best, choice.chosen))
     if json_path is not None:
         settings = {**dataclasses.asdict(config), "gpu": gpu.name, "gpus": count}
         report = to_json(choice, work, gpu, settings)
@@ -81,14 +93,19 @@ def _layouts(config: RunConfig, work: Workload, gpu: Gpu, gpus: int) -> Sequence
     return layouts
 
 
-def _possible(config: RunConfig, work: Workload, gpu: Gpu, gpus: int) -> list[Ranks]:
+def _possible(
+    config: RunConfig, work: Workload, gpu: Gpu, gpus: int, stages: Sequence[int] = (1,)
+) -> list[Ranks]:
     grpo, layouts = config.grpo, []
+    blocks = sum(count for _, count in work.shape.blocks)
     sizes = range(1, min(gpus, gpu.per_node) + 1)
-    for tp, cp in itertools.product(sizes, sizes):
+    for tp, cp, pp in itertools.product(sizes, sizes, stages):
         # The ranks of a trajectory stay inside a node; heads are padded for the context.
-        if work.shape.heads % tp or gpus % (tp * cp) or gpu.per_node % (tp * cp):
+        if work.shape.heads % tp or gpus % (tp * cp * pp) or gpu.per_node % (tp * cp):
             continue
-        ranks = Ranks(tp, cp, gpus // (tp * cp))
+        if pp > blocks:
+            continue
+        ranks = Ranks(tp, cp, gpus // (tp * cp * pp), pp)
         with contextlib.suppress(ValueError):
             check_placement(
                 grpo.prompts_per_iteration,

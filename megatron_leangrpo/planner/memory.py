@@ -100,7 +100,7 @@ def graphs_held(work: Workload, batch: Batch, schedule: str, approximated: bool 
     has_windows = schedule == "jagg" and approximated and windows(work)[0] > 0
     if base != "retain":
         # Those of both ends of a window are there before the backward of the later one starts.
-        return (2 if has_windows else 1) * work.graphs
+        return max(2 if has_windows else 1, batch.graphs_of_a_step) * work.graphs
     steps = work.trained_steps_of(batch.wave_size)
     if has_windows:
         steps = backwards(work, batch.wave_size)

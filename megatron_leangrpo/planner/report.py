@@ -45,6 +45,17 @@ def configured_line(found: Choice | ValueError, ranks: Ranks) -> str:
     )
 
 
+def pipeline_line(best: Candidate, chosen: Candidate) -> str:
+    """What the best layout with pipeline stages would take."""
+    ratio = chosen.seconds.total / best.seconds.total
+    speed = f"{ratio:.2f} times as fast" if ratio > 1.005 else f"no faster ({ratio:.2f} times)"
+    return (
+        f"with pipeline stages, which runs do not have yet: {_label(best)} would be {speed}: "
+        f"{number(best.seconds.total)} s an iteration, {best.seconds.idle:.0%} of it waiting, "
+        f"{best.memory.total / GIB:.1f} GiB"
+    )
+
+
 def to_json(choice: Choice, work: Workload, gpu: Gpu, settings: dict[str, Any]) -> dict[str, Any]:
     """Every candidate with its parts, in the order of the seconds."""
     return {

@@ -37,10 +37,12 @@ class IterationSeconds:
     update: float
     reduction: float
     """Summing gradients over ranks, and the optimizer."""
+    idle: float = 0.0
+    """Share of rollout and update in which the stages of a pipeline wait."""
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Rollout, update and reduction."""
         return self.rollout + self.update + self.reduction
 
 
@@ -77,7 +79,7 @@ def iteration_seconds(
     work: Workload, batch: Batch, schedule: str, recompute: str, ranks: Ranks, gpu: Gpu
 ) -> IterationSeconds:
     """Predict the seconds of one iteration on a layout."""
-    forward, backward = _pass_seconds(work, batch, recompute, ranks, gpu)
+    forward, backward = pass_seconds(work, batch, recompute, ranks, gpu)
     rollout = batch.waves * work.sampled_steps * forward
     update = 0.0
     off_policy = batch.waves - batch.trained_waves
@@ -91,7 +93,7 @@ def iteration_seconds(
     return IterationSeconds(rollout, update, reduction)
 
 
-def _pass_seconds(
+def pass_seconds(
     work: Workload, batch: Batch, recompute: str, ranks: Ranks, gpu: Gpu
 ) -> tuple[float, float]:
     """Seconds of one forward and of one backward of a wave's velocity."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron_leangrpo.planner.gpus import GIB, Gpu
 from megatron_leangrpo.planner.memory import RankMemory, base_of, rank_memory, windows
+from megatron_leangrpo.planner.pipelining import pipeline_memory, pipeline_seconds
 from megatron_leangrpo.planner.seconds import (
     IterationSeconds,
     forward_equivalents,
@@ -57,14 +58,14 @@ def candidates(
     gpu: Gpu,
     recompute: str,
 ) -> list[Candidate]:
-    """Every schedule on every layout with every recomputation.
+    """Every schedule on every layout with every recomputation; with stages the exact ones.
 
     `recompute` is the configured one; attention alone is recomputed where it says so.
     """
     found = []
     for ranks in layouts:
         batch = batch_of(ranks.data)
-        for schedule in SCHEDULES:
+        for schedule in EXACT if ranks.pipeline > 1 else SCHEDULES:
             for mode in dict.fromkeys(("none", recompute, "full")):
                 found.append(_candidate(work, batch, schedule, mode, ranks, gpu))
     return found
@@ -73,12 +74,14 @@ def candidates(
 def _candidate(
     work: Workload, batch: Batch, schedule: str, recompute: str, ranks: Ranks, gpu: Gpu
 ) -> Candidate:
-    seconds = iteration_seconds(work, batch, schedule, recompute, ranks, gpu)
+    staged = ranks.pipeline > 1
+    run = work, batch, schedule, recompute, ranks
+    seconds = pipeline_seconds(*run, gpu) if staged else iteration_seconds(*run, gpu)
     return Candidate(
         schedule=schedule,
         recompute=recompute,
         ranks=ranks,
-        memory=rank_memory(work, batch, schedule, recompute, ranks),
+        memory=pipeline_memory(*run, gpu) if staged else rank_memory(*run),
         seconds=seconds,
         samples_per_second=work.samples / seconds.total,
         forward_equivalents=forward_equivalents(work, schedule, recompute, reference=False),

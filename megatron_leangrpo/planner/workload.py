@@ -23,6 +23,8 @@ class Batch:
     """Most waves whose latents are kept at once, off-policy ones included."""
     moment_copies: int
     """Most gradient-sized copies that reweight needs at once."""
+    graphs_of_a_step: int = 1
+    """Graphs that replay and reweight hold at once: several on the stages of a pipeline."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Ranks:
     """Share the tokens of a sample (Ulysses)."""
     data: int = 1
     """Have trajectories of their own."""
+    pipeline: int = 1
+    """Have blocks of their own."""
 
     @property
     def trajectory(self) -> int:
@@ -48,7 +52,8 @@ class Ranks:
 
     def __str__(self) -> str:
         context = f" x CP {self.context}" if self.context > 1 else ""
-        return f"TP {self.tensor}{context} x DP {self.data}"
+        pipeline = f" x PP {self.pipeline}" if self.pipeline > 1 else ""
+        return f"TP {self.tensor}{context}{pipeline} x DP {self.data}"
 
 
 @dataclass(frozen=True)
