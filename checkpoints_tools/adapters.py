@@ -94,7 +94,10 @@ def _from_run(checkpoint: Path, stored: StoredTensors, setting: str) -> Adapters
 
 
 def merged_run(adapters: Adapters) -> tuple[dict[str, Any], TensorSource]:
-    """Diffusers' `config.json` and the full weights of a run's base with its adapters."""
+    """Diffusers' `config.json` and the full weights of a run's base with its adapters.
+
+    They have the run's dtype: rounded to a base's narrower one, little would stay of small changes.
+    """
     architecture = adapters.architecture
     if architecture is None:
         raise ValueError(
@@ -107,7 +110,8 @@ def merged_run(adapters: Adapters) -> tuple[dict[str, Any], TensorSource]:
             "after the other with --lora"
         )
     config, weights = _base(architecture)
-    return config, Merged(weights, adapters.theirs, str(adapters.path))
+    dtype = architecture.config.params_dtype
+    return config, Merged(weights, adapters.theirs, str(adapters.path), dtype)
 
 
 def _base(architecture: Architecture) -> tuple[dict[str, Any], TensorSource]:

@@ -42,13 +42,23 @@ class WeightChanges(TensorSource):
 
 
 class Merged(TensorSource):
-    """Weights with the changes added, rounded to each weight's dtype; all others are as they are.
+    """Weights with the changes added, rounded to `dtype` or to that of each weight.
 
     ``ValueError`` where a change has no weight of its shape.
     """
 
-    def __init__(self, weights: TensorSource, changes: WeightChanges, setting: str) -> None:
+    def __init__(
+        self,
+        weights: TensorSource,
+        changes: WeightChanges,
+        setting: str,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self._weights, self._changes = weights, changes
+        self._layout = {
+            name: TensorInfo(info.shape, dtype or info.dtype)
+            for name, info in weights.layout.items()
+        }
         for name, info in changes.layout.items():
             found = weights.layout.get(name)
             if found is None or found.shape != info.shape:
@@ -58,15 +68,15 @@ class Merged(TensorSource):
     @property
     def layout(self) -> Mapping[str, TensorInfo]:
         """Shape and dtype of every weight."""
-        return self._weights.layout
+        return self._layout
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        weight = self._weights[name]
+        weight, dtype = self._weights[name], self._layout[name].dtype
         if name not in self._changes.layout:
-            return weight
+            return weight.to(dtype)
         change = self._changes[name]
         wide = torch.promote_types(weight.dtype, change.dtype)
-        return (weight.to(wide) + change.to(wide)).to(weight.dtype)
+        return (weight.to(wide) + change.to(wide)).to(dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -9,9 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_leangrpo.models.common.conversion import InMemory
 from megatron_leangrpo.models.common.lora_targets import LowRank
 from megatron_leangrpo.models.families import model_family
 from megatron_leangrpo.models.lora_files import WEIGHTS, LoraFile, Names, read_lora
+from megatron_leangrpo.models.lora_merging import Merged, WeightChanges
 from megatron_leangrpo.models.saving import save_lora_folder
 from tests.models import flux_parity, wan_parity
 from tests.models.flux_parity import relative_l2
@@ -255,3 +257,20 @@ def test_an_empty_or_ambiguous_folder_is_refused(models, tmp_path):
         save_file({"x": torch.ones(1)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(ValueError, match=r"holds a\.safetensors, b\.safetensors"):
         read_lora(tmp_path, models["flux"][0])
+
+
+def test_merged_weights_are_as_wide_as_asked_for():
+    weight = torch.ones(4, 3, dtype=torch.bfloat16)
+    a, b = torch.full((2, 3), 1e-2), torch.full((4, 2), 1e-2)
+    tensors = {"x.lora_A.weight": a, "x.lora_B.weight": b}
+    changes = WeightChanges({"x": LowRank(2, 4.0)}, tensors)
+    base = InMemory({"x.weight": weight, "y.weight": weight})
+    wide = Merged(base, changes, "--lora", torch.float32)
+    # 2 * (two products of 1e-4)
+    assert torch.allclose(wide["x.weight"], torch.full((4, 3), 1.0004), atol=1e-7)
+    assert {info.dtype for info in wide.layout.values()} == {torch.float32}
+    assert torch.equal(wide["y.weight"], weight.float())
+    # Half a unit in the last place of bfloat16 at 1 is 4e-3.
+    assert torch.equal(Merged(base, changes, "--lora")["x.weight"], weight)
+    with pytest.raises(ValueError, match=r"--lora: adapts x\.weight \(4, 3\), which is not there"):
+        Merged(InMemory({"y.weight": weight}), changes, "--lora")
