@@ -93,7 +93,10 @@ class Evaluator:
                     if index < shown:
                         images[index] = (picture * 255).round().to(torch.uint8)
             on_batch(len(batch))
-        table, images = _sum_over_ranks(table), _sum_over_ranks(images)
+        table = _sum_over_ranks(table)
+        # One by one: 40 videos of 81 frames have gigabytes, which the device may not have left.
+        for image in images:
+            image.copy_(_sum_over_ranks(image))
         inspected = None if inspected is None else _sum_over_ranks(inspected)
         return self._summarize(table, inspected, images)
 
