@@ -3,8 +3,8 @@
 
 A failed run ends with the rank's own message and exit status, and bad input (2) is not tried again
 whatever --max-restarts says. SIGTERM is passed on to the ranks, which save and leave by themselves:
-torchrun would kill them 30 seconds later, in the middle of a save. The exit status of a run that
-stopped so is LEANGRPO_STOPPED_STATUS, by default 0.
+torchrun would kill them 30 seconds later, in the middle of a save. Then the exit status is
+LEANGRPO_STOPPED_STATUS, by default 0, or 143 where ranks were ended that had nothing to save yet.
 """
 
 import logging
@@ -56,6 +56,7 @@ def agent_class(stop: Stop) -> type[LocalElasticAgent]:
 
 def main() -> int:
     """Launch the ranks and return the exit status of the one that failed first."""
+    stopped_status = os.environ.get("LEANGRPO_STOPPED_STATUS")
     # The launcher's log lines repeat what the failing rank has said.
     logging.disable(logging.CRITICAL)
     arguments = parse_args(sys.argv[1:])
@@ -71,11 +72,13 @@ def main() -> int:
             return failure.exitcode
         # Killed by a signal, so the rank could not say anything itself.
         name = signal.Signals(-failure.exitcode).name
-        if not stop.requested:
-            print(f"leangrpo: error: rank {rank} was killed by {name}", file=sys.stderr)
+        if stop.requested:
+            return int(stopped_status or 128 - failure.exitcode)
+        print(f"leangrpo: error: rank {rank} was killed by {name}", file=sys.stderr)
         return 128 - failure.exitcode
     except SignalException as error:
-        return 128 + int(error.sigval)
+        status = 128 + int(error.sigval)
+        return int(stopped_status or status) if stop.requested else status
     except RendezvousError as error:
         where = arguments.rdzv_endpoint or "this node"
         print(
@@ -84,7 +87,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
-    return int(os.environ.get("LEANGRPO_STOPPED_STATUS", "0")) if stop.requested else 0
+    return int(stopped_status or 0) if stop.requested else 0
 
 
 if __name__ == "__main__":

@@ -53,7 +53,12 @@ def wait_for(path: Path, process: subprocess.Popen) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("settings", "status"), [({}, 0), ({"LEANGRPO_STOPPED_STATUS": "75"}, 75)])
+STATUS = {"LEANGRPO_STOPPED_STATUS": "75"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "status"), [({}, 0), pytest.param(STATUS, 75, marks=pytest.mark.slow)]
+)
 def test_stopped_ranks_save_as_long_as_it_takes(tmp_path, settings, status):
     script = tmp_path / "saving.py"
     script.write_text(SAVING)
@@ -70,7 +75,24 @@ def test_stopped_ranks_save_as_long_as_it_takes(tmp_path, settings, status):
     assert process.returncode == status
 
 
-@pytest.mark.parametrize(("status", "attempts"), [(2, "0"), (1, "012")])
+@pytest.mark.parametrize(
+    ("settings", "status"), [(STATUS, 75), pytest.param({}, 143, marks=pytest.mark.slow)]
+)
+def test_ranks_that_had_nothing_to_save_are_not_started_again(tmp_path, settings, status):
+    script = tmp_path / "starting.py"
+    starting = SAVING.replace("signal.signal(", "(lambda *_: None)(")
+    assert starting != SAVING
+    script.write_text(starting)
+    process = launch(script, str(tmp_path), restarts=3, **settings)
+    wait_for(tmp_path / "ready0", process)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=60) == (None, "")
+    assert process.returncode == status
+
+
+@pytest.mark.parametrize(
+    ("status", "attempts"), [(2, "0"), pytest.param(1, "012", marks=pytest.mark.slow)]
+)
 def test_only_failures_are_tried_again_and_not_bad_input(tmp_path, status, attempts):
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
