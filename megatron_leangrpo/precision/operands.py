@@ -24,7 +24,8 @@ class ReferenceOperands:
     scales: DelayedScales | None = None
     """Of delayed scaling."""
     slot: int = 0
-    """Of the input; the weight's is the next one."""
+    """Of the weight; the input's is the one before it, or that of the linear it is shared with."""
+    input_slot: int = 0
     group: dist.ProcessGroup | None = None
     """Ranks that each have a part of the input's rows: one scale for all of them."""
 
@@ -39,7 +40,7 @@ class ReferenceOperands:
         settings, dtype = self.settings, self.settings.forward_dtype
         scale = None
         if self.scales is not None:
-            scale = self.scales.scale_of(self.slot, rows)
+            scale = self.scales.scale_of(self.input_slot, rows)
         elif settings.recipe == "current" and self.group is not None:
             largest = amax(rows)
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
@@ -50,7 +51,7 @@ class ReferenceOperands:
         """The dequantised weight."""
         settings, scale = self.settings, None
         if self.scales is not None:
-            scale = self.scales.scale_of(self.slot + 1, weight)
+            scale = self.scales.scale_of(self.slot, weight)
         quantised = quantise(weight, settings.forward_dtype, settings.weights(), scale)
         return quantised.dequantise(weight.dtype)
 

@@ -97,7 +97,7 @@ def test_a_message_is_one_byte_a_number_and_gives_the_same_bits(recipe: str, dty
     x = drawn(dtype)[0]
     settings = Fp8Settings(recipe)
     scales = DelayedScales(2, settings) if recipe == "delayed" else None
-    operands, rows = ReferenceOperands(settings, scales), x.flatten(0, 1)
+    operands, rows = ReferenceOperands(settings, scales, slot=1), x.flatten(0, 1)
     packed = operands.pack(rows)
     behind = {"blockwise": 8, "mxfp8": 5}.get(recipe, 4)
     assert packed.dtype == torch.uint8 and packed.shape == (21, 144 + behind)
@@ -110,7 +110,7 @@ def test_a_message_is_one_byte_a_number_and_gives_the_same_bits(recipe: str, dty
 def test_delayed_scales_stay_until_they_are_renewed():
     settings = Fp8Settings("delayed", amax_history_len=3, margin=1)
     scales = DelayedScales(2, settings)
-    operands, (x, weight, *_) = ReferenceOperands(settings, scales), drawn()
+    operands, (x, weight, *_) = ReferenceOperands(settings, scales, slot=1), drawn()
     rows = x.flatten(0, 1)
     with scales.recording():
         operands.input(rows), operands.weight(weight), operands.input(rows / 2)

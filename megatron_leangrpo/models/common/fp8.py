@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 
 from megatron_leangrpo.models.common.linear import (
@@ -12,15 +10,12 @@ from megatron_leangrpo.models.common.linear import (
     JoinedRowParallelLinear,
     RowParallelLinear,
 )
-from megatron_leangrpo.overlap.plan import Operands
 from megatron_leangrpo.precision.operands import ReferenceOperands
 from megatron_leangrpo.precision.recipe import Fp8Settings
 from megatron_leangrpo.precision.scaling import DelayedScales
 
 Linear = ColumnParallelLinear | RowParallelLinear | JoinedRowParallelLinear
 _BLOCKS = ("double_blocks", "single_blocks", "blocks")
-_SLOTS = 2
-"""Scales of a product: the input's and the weight's."""
 
 
 def use_fp8(transformer: torch.nn.Module, settings: Fp8Settings) -> None:
@@ -34,34 +29,40 @@ def use_fp8(transformer: torch.nn.Module, settings: Fp8Settings) -> None:
     if settings.backend == "transformer_engine":
         from megatron_leangrpo.precision.transformer_engine import TransformerEngineOperands
 
-        _assign(linears, lambda slot, group: TransformerEngineOperands(settings))
+        for linear in linears:
+            for attribute in _attributes(linear):
+                setattr(linear, attribute, TransformerEngineOperands(settings))
         return
-    scales = None
-    if settings.is_delayed:
-        weights = sum(1 + isinstance(linear, JoinedRowParallelLinear) for linear in linears)
-        with torch.device(linears[0].bias.device):
-            scales = DelayedScales(_SLOTS * weights, settings)
-        transformer.fp8_scales = scales
-    _assign(linears, lambda slot, group: ReferenceOperands(settings, scales, slot, group))
-
-
-def _assign(linears: Sequence[Linear], make: Callable[..., Operands]) -> None:
-    slot = 0
-
-    def following(group: torch.distributed.ProcessGroup | None = None) -> Operands:
-        nonlocal slot
-        made = make(slot, group)
-        slot += _SLOTS
-        return made
-
+    slots = 0
+    shared = None
     for linear in linears:
-        if isinstance(linear, ColumnParallelLinear):
-            # Ranks that each have a part of the tokens multiply all of them with one scale.
-            linear.fp8 = following(linear.tp_group if linear.takes_shards else None)
-        else:
-            linear.fp8 = following()
-        if isinstance(linear, JoinedRowParallelLinear):
-            linear.fp8_mlp = following()
+        shares = isinstance(linear, ColumnParallelLinear) and linear.shares_input
+        for attribute in _attributes(linear):
+            operands = ReferenceOperands(settings, group=_ranks_of_input(linear))
+            if shares and shared is not None:
+                operands.input_slot, operands.slot = shared, slots
+            else:
+                operands.input_slot, operands.slot = slots, slots + 1
+            slots = operands.slot + 1
+            setattr(linear, attribute, operands)
+        shared = operands.input_slot if shares else None
+    if settings.is_delayed:
+        with torch.device(linears[0].bias.device):
+            transformer.fp8_scales = DelayedScales(slots, settings)
+        for linear in linears:
+            for attribute in _attributes(linear):
+                getattr(linear, attribute).scales = transformer.fp8_scales
+
+
+def _attributes(linear: Linear) -> tuple[str, ...]:
+    """Where a linear has the operands of each of its weights."""
+    return ("fp8", "fp8_mlp") if isinstance(linear, JoinedRowParallelLinear) else ("fp8",)
+
+
+def _ranks_of_input(linear: Linear) -> torch.distributed.ProcessGroup | None:
+    """Ranks that each have a part of the tokens, all of which are multiplied with one scale."""
+    is_cut = isinstance(linear, ColumnParallelLinear) and linear.takes_shards
+    return linear.tp_group if is_cut else None
 
 
 def fp8_linears(transformer: torch.nn.Module, first_last: int) -> list[Linear]:

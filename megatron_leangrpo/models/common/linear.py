@@ -127,6 +127,7 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
         self.takes_entered = not reduces_input_grad and not shares_input
         self._takes_all_tokens = takes_all_tokens
         self.takes_tokens = takes_tokens
+        self.shares_input = shares_input
         self.fp8: Operands | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
