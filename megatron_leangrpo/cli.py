@@ -72,6 +72,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--gpus", type=int, metavar="N", help="1 to 1024 (default: one node)")
     plan.add_argument("--json", metavar="FILE", help="write every schedule and layout as JSON")
+    plan.add_argument(
+        "--timeline", metavar="FILE", help="draw the best layout with pipeline stages as PNG"
+    )
 
     sample = _recipe_command(commands, "sample", _sample, "pictures from the base or a checkpoint")
     sample.add_argument("--checkpoint", metavar="DIR", help="a run directory or a checkpoint of it")
@@ -215,6 +218,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         gpu=arguments.gpu,
         gpus=arguments.gpus,
         json_path=arguments.json,
+        timeline_path=arguments.timeline,
     )
 
 

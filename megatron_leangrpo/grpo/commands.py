@@ -127,13 +127,15 @@ def plan(
     gpu: str,
     gpus: int | None,
     json_path: str | None = None,
+    timeline_path: str | None = None,
 ) -> None:
     """Print what each schedule would take on each layout of some GPUs, and which to choose."""
     from megatron_leangrpo.grpo.plan import plan as plan_run
 
     _check_file("--json", json_path)
+    _check_file("--timeline", timeline_path)
     config, _ = load(recipe, overrides)
-    plan_run(config, gpu, gpus, json_path)
+    plan_run(config, gpu, gpus, json_path, timeline_path)
 
 
 def sample(recipe: str, overrides: Sequence[str], checkpoint: str | None = None) -> None:

@@ -12,8 +12,17 @@ from megatron_leangrpo.files import atomic_write
 from megatron_leangrpo.grpo.architecture import resolve_architecture
 from megatron_leangrpo.grpo.experiment import objective_config
 from megatron_leangrpo.grpo.placement import check_placement
-from megatron_leangrpo.grpo.planning import all_candidates, configured_ranks, workload_of
+from megatron_leangrpo.grpo.planning import (
+    all_candidates,
+    batches_of,
+    configured_ranks,
+    workload_of,
+)
+from megatron_leangrpo.pipeline.order import phases, same_windows
+from megatron_leangrpo.pipeline.simulator import simulate
+from megatron_leangrpo.pipeline.timeline import save_timeline
 from megatron_leangrpo.planner.gpus import Gpu, find_gpu
+from megatron_leangrpo.planner.pipelining import stage_times, waves_in_flight
 from megatron_leangrpo.planner.report import (
     configured_line,
     pipeline_line,
@@ -29,8 +38,14 @@ _STAGES = (2, 4, 8)
 """Sizes of pipelines to look at."""
 
 
-def plan(config: RunConfig, gpu_name: str, gpus: int | None, json_path: str | None = None) -> None:
-    """Print the plan of a run and write it as JSON."""
+def plan(
+    config: RunConfig,
+    gpu_name: str,
+    gpus: int | None,
+    json_path: str | None = None,
+    timeline_path: str | None = None,
+) -> None:
+    """Print the plan of a run, write it as JSON, and draw the best layout with pipeline stages."""
     gpu = find_gpu(gpu_name)
     count = gpus if gpus is not None else min(gpu.per_node, 8)
     if not 1 <= count <= MOST_GPUS:
@@ -59,10 +74,30 @@ def plan(config: RunConfig, gpu_name: str, gpus: int | None, json_path: str | No
     if fitting:
         best = min(fitting, key=lambda c: (c.seconds.total, c.memory.total))
         console.line(pipeline_line(best, choice.chosen))
+        if timeline_path is not None:
+            _draw(timeline_path, config, work, best, gpu)
+    elif timeline_path is not None:
+        console.line("--timeline: no layout with pipeline stages fits, so there is none to draw")
     if json_path is not None:
         settings = {**dataclasses.asdict(config), "gpu": gpu.name, "gpus": count}
         report = to_json(choice, work, gpu, settings)
         atomic_write(json_path, json.dumps(report, indent=2) + "\n")
+
+
+def _draw(path: str, config: RunConfig, work: Workload, best: Candidate, gpu: Gpu) -> None:
+    """The first waves of an iteration on the stages, rewards and the update left out."""
+    ranks, steps = best.ranks, work.sampled_steps
+    batch = batches_of(config)(ranks.data)
+    times = stage_times(work, batch, best.recompute, ranks, gpu)
+    flight = waves_in_flight(batch, best.schedule, ranks.pipeline)
+    windows = same_windows(flight, range(work.trained_steps))
+    first_step, *_ = phases("rollout", ranks.pipeline, 1, windows)
+    panels = {"rollout, step by step": [simulate(first_step, times)] * steps}
+    for name in ("rollout", best.schedule):
+        order = phases(name, ranks.pipeline, steps, windows)
+        panels[name] = [simulate(phase, times) for phase in order]
+    title = f"{config.recipe} on {ranks}: {flight} waves in flight, {steps} steps"
+    save_timeline(path, panels, title, unit="seconds")
 
 
 def _choose_or_why_not(

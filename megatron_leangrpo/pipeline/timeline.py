@@ -13,7 +13,10 @@ _COLOURS = ("#1a73e8", "#e8710a", "#188038", "#9334e6", "#d01884", "#12858d", "#
 
 
 def save_timeline(
-    path: str | os.PathLike[str], panels: Mapping[str, Sequence[Timeline]], title: str
+    path: str | os.PathLike[str],
+    panels: Mapping[str, Sequence[Timeline]],
+    title: str,
+    unit: str = "forwards of a stage",
 ) -> None:
     """Draw the phases of each panel one after the other, all panels on one time axis."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -29,12 +32,10 @@ def save_timeline(
     for axes, (name, phases) in zip(axes_of, panels.items()):
         end = sum(timeline.makespan for timeline in phases)
         busy = sum(timeline.busy for timeline in phases) / len(phases[0].spans)
-        axes.set_title(f"{name}: {end:.0f}, of which {1 - busy / end:.0%} idle", loc="left")
+        axes.set_title(f"{name}: {end:.3g}, of which {1 - busy / end:.0%} idle", loc="left")
         _draw(axes, phases)
         axes.set_xlim(0, longest * 1.01)
-    axes_of[-1].set_xlabel(
-        "time, in forwards of a stage; hatched: backwards; colours: trajectories"
-    )
+    axes_of[-1].set_xlabel(f"time in {unit}; hatched: backwards; colours: trajectories")
     with atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=110)
 

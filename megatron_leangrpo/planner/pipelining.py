@@ -105,6 +105,16 @@ def pipeline_memory(
     return max(stages, key=lambda memory: memory.total)
 
 
+def stage_times(work: Workload, batch: Batch, recompute: str, ranks: Ranks, gpu: Gpu) -> StageTimes:
+    """Seconds of a wave's forward and backward on each stage, and of the way to the next one."""
+    inside = replace(ranks, pipeline=1)
+    works = stage_works(work, batch, recompute, ranks, gpu)
+    passes = [pass_seconds(own, batch, recompute, inside, gpu) for own in works]
+    link = gpu.node_link if ranks.trajectory * ranks.pipeline <= gpu.per_node else gpu.network
+    forward, backward = zip(*passes)
+    return StageTimes(forward, backward, gpu.latency + _boundary(work, batch, inside) / link)
+
+
 def pipeline_seconds(
     work: Workload, batch: Batch, schedule: str, recompute: str, ranks: Ranks, gpu: Gpu
 ) -> IterationSeconds:
@@ -112,10 +122,7 @@ def pipeline_seconds(
     inside = replace(ranks, pipeline=1)
     works = stage_works(work, batch, recompute, ranks, gpu)
     alone = [iteration_seconds(own, batch, schedule, recompute, inside, gpu) for own in works]
-    passes = [pass_seconds(own, batch, recompute, inside, gpu) for own in works]
-    link = gpu.node_link if ranks.trajectory * ranks.pipeline <= gpu.per_node else gpu.network
-    forward, backward = zip(*passes)
-    times = StageTimes(forward, backward, gpu.latency + _boundary(work, batch, inside) / link)
+    times = stage_times(work, batch, recompute, ranks, gpu)
     trained = math.ceil(work.trained_steps_of(batch.wave_size))
     flight = waves_in_flight(batch, schedule, ranks.pipeline)
     idle = bubble(schedule, times, flight, work.sampled_steps, trained)

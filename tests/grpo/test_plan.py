@@ -40,7 +40,8 @@ def planned(recipe: str, *overrides: str, gpu: str = "h100-80gb", count: int = 3
 def test_flux_at_512_keeps_its_graphs_on_h100_nodes(tmp_path):
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        plan("flux_dev_flowgrpo", FLUX, "h100-80gb", 32, str(tmp_path / "plan.json"))
+        files = str(tmp_path / "plan.json"), str(tmp_path / "timeline.png")
+        plan("flux_dev_flowgrpo", FLUX, "h100-80gb", 32, *files)
     report = json.loads((tmp_path / "plan.json").read_text())
     chosen = report["chosen"]
     assert chosen["schedule"] == "retain"
@@ -53,6 +54,10 @@ def test_flux_at_512_keeps_its_graphs_on_h100_nodes(tmp_path):
     assert all(row["reason"] for row in rows)
     assert all(row["memory_bytes"]["total"] > 0 and row["seconds"]["total"] > 0 for row in rows)
     assert [row for row in rows if row["chosen"]] == [chosen]
+    # Pipelines are reckoned with, and drawn, and never chosen: runs have none.
+    assert "with pipeline stages, which runs do not have yet: " in output.getvalue()
+    assert not any(" PP " in row["reason"] for row in rows)
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     # What a reader sees is a part of it.
     assert output.getvalue().count("TP ") < len(rows)
 
