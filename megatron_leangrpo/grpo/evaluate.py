@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_leangrpo import platform
-from megatron_leangrpo.files import atomic_write
+from megatron_leangrpo.files import atomic_write, slug
 from megatron_leangrpo.grpo.candidates import Candidate
 from megatron_leangrpo.grpo.evaluation import Evaluation
 from megatron_leangrpo.grpo.experiment import Experiment
@@ -21,6 +21,7 @@ from megatron_leangrpo.grpo.reward_hacking import Measures, inspect, measure
 from megatron_leangrpo.reporting.console import Console
 from megatron_leangrpo.reporting.html_report import Picture, Table, write_report
 from megatron_leangrpo.reporting.run_directory import RunDirectory
+from megatron_leangrpo.reporting.sample_files import SampleFiles
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,10 @@ def evaluate_models(
         text = json.dumps(content, indent=2, allow_nan=False) + "\n"
         for path in (directory.path / "evaluation.json", *([json_path] if json_path else [])):
             atomic_write(path, text)
+        files = SampleFiles(directory.samples, config.recipe, console.warning)
+        for number, result in enumerate(results):
+            title = f"{config.recipe}, {result.name}"
+            files.grid(f"{number}-{slug(result.name)}", result.evaluation.samples, title)
         report = directory.path / "report.html"
         _write_report(report, experiment, results, candidates)
     console.line(f"report: {report}")

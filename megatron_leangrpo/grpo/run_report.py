@@ -34,13 +34,17 @@ class RunReport:
         if not self.writes:
             return
         self.directory.write_config(write_config(self.config))
+        self.read_evaluations(completed_iterations)
+        wandb_config = dataclasses.asdict(self.config) if self.config.wandb else None
+        self.metrics = MetricsWriter(self.directory, completed_iterations, wandb_config)
+
+    def read_evaluations(self, completed_iterations: int) -> None:
+        """Take the evaluations of a run's finished iterations from its summary."""
         if completed_iterations and self.directory.summary.exists():
             earlier = json.loads(self.directory.summary.read_text(encoding="utf-8"))
             for row in earlier.get("evaluations", []):
                 if row["iteration"] <= completed_iterations:
                     self.evaluations[row["iteration"]] = row
-        wandb_config = dataclasses.asdict(self.config) if self.config.wandb else None
-        self.metrics = MetricsWriter(self.directory, completed_iterations, wandb_config)
 
     def evaluation(self, iteration: int, evaluation: Evaluation) -> dict[str, float]:
         """Report an evaluation after `iteration` iterations; returns its metrics."""

@@ -91,6 +91,14 @@ class Trainer:
         self.first_iteration = self.done = load_checkpoint(found.checkpoint, state)
         self.runner.router.load_state(state.window_scores)
         console.line(f"resumed after iteration {self.first_iteration}: {found.checkpoint}")
+        if self._exports_after(self.done) and platform.is_logging_rank():
+            self._export_again(found.checkpoint)
+
+    def _export_again(self, checkpoint: Path) -> None:
+        """Export a checkpoint whose export was cut off with the run."""
+        if not self._export_folder(self.done).exists():
+            self.report.read_evaluations(self.done)
+            self._export(self.done)(checkpoint)
 
     def run(self) -> dict[str, Any]:
         """Train to the last iteration; returns the summary. A finished run is left as it is."""
@@ -203,6 +211,9 @@ class Trainer:
     def _is_due(self, done: int, interval: int) -> bool:
         return done == self.config.grpo.iterations or (interval > 0 and done % interval == 0)
 
+    def _export_folder(self, done: int) -> Path:
+        return self.report.directory.export / f"step_{done:06d}"
+
     def _export(self, done: int) -> Callable[[Path], None]:
         """What the saver calls with the checkpoint after that many iterations."""
         model, architecture = self.experiment.policy.model, self.experiment.architecture
@@ -214,7 +225,7 @@ class Trainer:
             self.report.evaluations,
             adapter=has_adapters(model),
         )
-        folder = self.report.directory.export / f"step_{done:06d}"
+        folder = self._export_folder(done)
         average = self.average is not None
         return lambda checkpoint: export_checkpoint(
             checkpoint, folder, architecture, model, average, card

@@ -149,6 +149,10 @@ def test_the_report_is_one_file_that_fetches_and_runs_nothing(models):
         "report.html",
         "samples",
     ]
+    assert sorted(p.name for p in (output / "samples").iterdir())[:2] == [
+        "0-base.png",
+        "1-first-step-000002-average.png",
+    ]
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -184,9 +185,22 @@ def test_a_run_that_keeps_no_checkpoints_exports_none(recipe, tmp_path):
     platform.destroy_distributed()
 
 
-def test_a_disk_without_space_for_an_export_keeps_the_checkpoint(recipe, tmp_path, monkeypatch):
-    import shutil
+def test_an_export_that_was_cut_off_is_made_when_the_run_is_resumed(recipe, run, tmp_path):
+    """Also where the run has nothing else to do."""
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    export = copy / "export" / "step_000003"
+    card = (export / "README.md").read_text()
+    export.rename(export.with_name(".step_000003.tmp"))
+    (export.with_name(".step_000003.tmp") / "README.md").unlink()
+    tiny.train_command(recipe, [f"--output={copy}", "--checkpoint.resume=true"])
+    platform.destroy_distributed()
+    assert sorted(p.name for p in export.parent.iterdir()) == ["step_000002", "step_000003"]
+    assert (export / "README.md").read_text() == card
+    for file in (run / "export" / "step_000003" / "transformer").iterdir():
+        assert (export / "transformer" / file.name).read_bytes() == file.read_bytes()
 
+
+def test_a_disk_without_space_for_an_export_keeps_the_checkpoint(recipe, tmp_path, monkeypatch):
     from megatron_leangrpo.models import saving
 
     run = tmp_path / "run"
