@@ -25,6 +25,7 @@ def train(recipe: str, overrides: Sequence[str], dry_run: bool = False) -> None:
     from megatron_leangrpo.grpo.dry_run import check_and_describe
     from megatron_leangrpo.grpo.experiment import build_experiment
     from megatron_leangrpo.grpo.inputs import describe_prompts
+    from megatron_leangrpo.grpo.precision_report import report_precision
     from megatron_leangrpo.grpo.run_report import RunReport
     from megatron_leangrpo.grpo.trainer import Trainer, check_resumable
 
@@ -55,6 +56,8 @@ def train(recipe: str, overrides: Sequence[str], dry_run: bool = False) -> None:
     trainer = Trainer(experiment, report)
     if resumes:
         trainer.resume()
+    if trainer.done < config.grpo.iterations:
+        report_precision(experiment, console)
     trainer.run()
     directory.close()
     platform.destroy_distributed()
