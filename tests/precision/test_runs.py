@@ -1,0 +1,190 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""Runs in FP8 and bfloat16: one gradient on every schedule, scales over a resume, the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_leangrpo import platform
+from megatron_leangrpo.grpo.experiment import Experiment
+from megatron_leangrpo.grpo.fp8 import check_fp8_training, fp8_settings
+from megatron_leangrpo.grpo.precision_report import Precision, measure_precision
+from megatron_leangrpo.models.common.weights import unwrapped
+from megatron_leangrpo.precision.scaling import delayed_scales
+from tests.grpo.tiny import (
+    first_gradient,
+    metrics_rows,
+    start,
+    tiny_config,
+    train,
+    train_command,
+    worst,
+    write_prompts,
+    write_recipe,
+)
+
+RECIPES = ("delayed", "current", "blockwise", "mxfp8")
+ONE_BY_ONE = {"micro_batch_size": 1, "group_size": 2, "prompts_per_iteration": 1}
+
+
+def reference(recipe: str, **settings: Any) -> dict[str, Any]:
+    return {"recipe": recipe, "backend": "reference", **settings}
+
+
+def build(folder: Path, **sections: Any) -> Experiment:
+    platform.initialize_distributed(1)
+    return start(tiny_config(write_prompts(folder), **{"grpo": ONE_BY_ONE, **sections}))
+
+
+def gradients_of(experiment: Experiment, *schedules: str) -> list[dict[str, torch.Tensor]]:
+    """The first iteration's gradient under each, every ratio of which is 1 to the last bit."""
+    found = []
+    for schedule in schedules:
+        gradient, metrics = first_gradient(experiment, schedule)
+        assert metrics["ratio_min"] == metrics["ratio_max"] == 1.0
+        found.append(gradient)
+    return found
+
+
+def same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_schedule_gives_one_gradient(recipe: str, tmp_path: Path):
+    experiment = build(tmp_path, fp8=reference(recipe))
+    replay, retain, reweight = gradients_of(experiment, "replay", "retain", "reweight")
+    assert same_bits(replay, retain)
+    # As in float32: the advantage is multiplied after the backward instead of before it.
+    assert worst(reweight, replay)[0] < 1e-6
+    # FP8 is there: without it the gradient differs by about 1e-2.
+    (exact,) = gradients_of(build(tmp_path), "replay")
+    assert worst(replay, exact)[0] > 1e-3
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_recomputation_gives_the_same_bits(recipe: str, tmp_path: Path):
+    kept, recomputed = (
+        gradients_of(
+            build(tmp_path, fp8=reference(recipe), model={"recompute_granularity": granularity}),
+            "retain",
+        )[0]
+        for granularity in ("none", "full")
+    )
+    assert same_bits(kept, recomputed)
+
+
+def test_rounded_gradients_are_for_replay_and_retain(tmp_path: Path):
+    experiment = build(tmp_path, fp8=reference("mxfp8", backward="quantized"))
+    replay, retain, reweight = gradients_of(experiment, "replay", "retain", "reweight")
+    assert same_bits(replay, retain)
+    assert worst(reweight, replay)[0] > 1e-3
+    reweighted = dataclasses.replace(experiment.config.grpo, schedule="reweight")
+    config = dataclasses.replace(experiment.config, grpo=reweighted)
+    with pytest.raises(ValueError, match=r"valid: grpo\.schedule = replay or retain"):
+        check_fp8_training(config)
+
+
+def test_scales_follow_the_iterations_and_leave_the_ratio_at_one(tmp_path: Path):
+    grpo = {**ONE_BY_ONE, "iterations": 3}
+    experiment = build(tmp_path, fp8=reference("delayed"), grpo=grpo)
+    (scales,) = delayed_scales(experiment.policy.model).values()
+    first = scales.scale.clone()
+    assert (first != 1).all()
+    for (update,) in train(experiment, 3):
+        assert update["ratio_min"] == update["ratio_max"] == 1.0
+    assert not torch.equal(scales.scale, first)
+
+
+def test_scales_survive_a_checkpoint_and_the_run_goes_on_bit_for_bit(tmp_path: Path):
+    prompts = write_prompts(tmp_path)
+    platform.initialize_distributed(1)
+
+    def recipe(name: str, **checkpoint: Any) -> tuple[str, Path]:
+        run = tmp_path / name
+        config = tiny_config(
+            prompts,
+            fp8=reference("delayed", amax_history_len=2),
+            grpo={**ONE_BY_ONE, "iterations": 3},
+            checkpoint={"interval": 1, "export_interval": -1, **checkpoint},
+            output=str(run),
+        )
+        return write_recipe(config, tmp_path, name), run
+
+    undisturbed, expected = recipe("undisturbed")
+    train_command(undisturbed)
+    path, run = recipe("killed")
+    train_command(path, killed_in=3)
+    train_command(path, ["--checkpoint.resume=true"])
+    for name in ("reward_mean", "grad_norm"):
+        assert metrics_rows(run)[-1][name] == metrics_rows(expected)[-1][name]
+    # The same with fresh scales in place of the stored ones is another run.
+    with pytest.raises(ValueError, match=r"fp8\.recipe"):
+        train_command(path, ["--checkpoint.resume=true", "--fp8.amax_history_len=5"])
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"fp8": {"recipe": "current"}}, "transformer-engine is not installed; valid here"),
+        ({"fp8": {"recipe": "delayed"}}, "valid with fp8.backend = transformer_engine: current"),
+        ({"fp8": reference("delayed", backward="quantized")}, "valid: dequantized, or fp8.recipe"),
+        (
+            {
+                "fp8": reference("mxfp8", backward="quantized"),
+                "parallel": {"tensor_model_parallel_size": 2},
+            },
+            "parallel.tensor_model_parallel_size = 2: only 1",
+        ),
+        (
+            {"fp8": {"recipe": "current"}, "parallel": {"tensor_model_parallel_size": 2}},
+            "valid: tensor_model_parallel_size = 1, or fp8.backend = reference",
+        ),
+        ({"fp8": reference("current"), "model": {"dtype": "float64"}}, "bfloat16 or float32"),
+        ({"fp8": reference("delayed", amax_history_len=0)}, "amax_history_len = 0 must be 1"),
+    ],
+)
+def test_what_cannot_be_is_said_with_what_can(sections: dict, message: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        fp8_settings(tiny_config(write_prompts(tmp_path), **sections))
+
+
+def test_bfloat16_has_wide_log_probs_latents_and_master_weights(tmp_path: Path):
+    experiment = build(tmp_path, model={"dtype": "bfloat16"})
+    seen = []
+    policy = experiment.policy
+
+    class Watched(type(policy)):
+        def __call__(self, x, timestep, conditioning):
+            velocity = super().__call__(x, timestep, conditioning)
+            seen.append((x.dtype, velocity.dtype))
+            return velocity
+
+    policy.__class__ = Watched
+    measure_precision(experiment)
+    assert set(seen) == {(torch.float32, torch.float32)}
+    train(experiment, 1)
+    weights = dict(unwrapped(experiment.model).named_parameters())
+    assert {p.dtype for p in weights.values()} == {torch.bfloat16}
+    assert {p.main_grad.dtype for p in weights.values()} == {torch.float32}
+
+
+def test_the_report_measures_noise_and_warns_below_it(tmp_path: Path):
+    noises = {}
+    for dtype in ("float32", "bfloat16"):
+        precision = measure_precision(build(tmp_path, model={"dtype": dtype}))
+        assert precision.line.startswith(f"precision: {dtype}; in another batch log-probs move")
+        assert precision.warning is None or precision.noise > 1e-4
+        noises[dtype] = precision.noise
+    assert noises["float32"] < 1e-6
+    fp8 = measure_precision(build(tmp_path, fp8=reference("current")))
+    # One scale for the whole batch: who else is in it changes every rounding.
+    assert fp8.noise > 10 * noises["float32"] and "FP8 (current, reference)" in fp8.line
+    warning = Precision("bfloat16", 3e-5, 1e-5).warning
+    assert "grpo.clip_range = 1e-05" in warning and "3.0e-05" in warning
