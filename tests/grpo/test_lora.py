@@ -92,24 +92,25 @@ def test_retain_and_reweight_give_the_gradient_of_replay(prompts, case):
     assert tiny.relative_l2(*whole) < 1e-6
 
 
-def _sharded(prompts: str, tp: int) -> tuple[dict[str, torch.Tensor], float]:
+def _sharded(prompts: str, tp: int, early: bool = False) -> tuple[dict[str, torch.Tensor], float]:
     """The first gradient, and the norm that an update has clipped it by."""
     config = _config(
         prompts,
         parallel={"tensor_model_parallel_size": tp},
         grpo={"kl_beta": 0.5, "kl_form": "velocity_mse"},
+        optimizer={"overlap_grad_reduce": early},
     )
     experiment = _trained(tiny.start(config))
     gradient = _gradient(experiment, "retain")
     return gradient, tiny.train(experiment, iterations=1)[0][0]["grad_norm"]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_two_ranks_give_the_gradient_of_one(run_ranks, prompts, tp):
+@pytest.mark.parametrize(("tp", "early"), [(1, False), (1, True), (2, False)])
+def test_two_ranks_give_the_gradient_of_one(run_ranks, prompts, tp, early):
     [(alone, norm)] = run_ranks(1, _sharded, prompts, 1)
     whole = torch.cat([g.flatten() for g in alone.values()]).norm().item()
     assert norm == pytest.approx(whole, rel=1e-5)
-    for sharded, own_norm in run_ranks(2, _sharded, prompts, tp):
+    for sharded, own_norm in run_ranks(2, _sharded, prompts, tp, early):
         # Sums over ranks and products of other shapes round in another order.
         assert tiny.worst(sharded, alone)[0] < 1e-5
         assert own_norm == pytest.approx(norm, rel=1e-5)
