@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_leangrpo.pipeline.order import most_kept, phases, same_windows
+from megatron_leangrpo.pipeline.simulator import simulate
+from megatron_leangrpo.pipeline.times import StageTimes
 from megatron_leangrpo.pipeline.transport import Alone, StageTransport
-from tests.pipeline.toy import STEPS, reference, run_stage
+from tests.pipeline.toy import STEPS, reference, run_clocked, run_stage
 
 TRAINED = 4
 # Fewer trajectories than stages, and more.
@@ -35,11 +37,15 @@ def windows_of(trajectories: int, window: int):
     return own
 
 
-def _run_all(stages: int) -> list[dict]:
+def _transport(stages: int) -> StageTransport:
     layout = LAYOUTS[stages]
     groups = [dist.new_group(ranks) for ranks in layout["groups"]]
     group = next(g for g, ranks in zip(groups, layout["groups"]) if dist.get_rank() in ranks)
-    transport = StageTransport(group, timeout_seconds=60)
+    return StageTransport(group, timeout_seconds=60)
+
+
+def _run_all(stages: int) -> list[dict]:
+    layout, transport = LAYOUTS[stages], _transport(stages)
     if transport.stages != stages:
         return []
     return [
@@ -101,3 +107,27 @@ def test_stages_do_what_the_order_says_and_keep_no_more_graphs(results, stages):
             result = ranks[stage][n]
             assert result["done"] == [phase.programs[stage] for phase in planned]
             assert result["most_kept"] == max(most_kept(p.programs[stage]) for p in planned)
+
+
+UNEVEN = StageTimes((1.0, 1.3, 0.8, 1.1), (2.1, 2.0, 2.4, 1.7), latency=0.05)
+CLOCKED = [(s, m) for s in ("rollout", "replay", "retain", "reweight") for m in TRAJECTORIES]
+
+
+def _run_with_a_clock() -> list[list[float]]:
+    transport = _transport(4)
+    return [
+        run_clocked(transport, schedule, same_windows(m, range(TRAINED)), UNEVEN)
+        for schedule, m in CLOCKED
+    ]
+
+
+def test_stages_on_a_virtual_clock_take_the_times_of_the_simulation(run_ranks):
+    ranks = run_ranks(4, _run_with_a_clock)
+    for n, (schedule, trajectories) in enumerate(CLOCKED):
+        found = phases(schedule, 4, STEPS, same_windows(trajectories, range(TRAINED)))
+        for i, phase in enumerate(found):
+            # Nobody stamps the time that a fast stage waits for its message to be taken.
+            roomy = simulate(phase, UNEVEN, capacity=1000)
+            ends = [rank[n][i] for rank in ranks]
+            assert ends == pytest.approx([own[-1].end for own in roomy.spans])
+            assert max(ends) == pytest.approx(simulate(phase, UNEVEN).makespan)

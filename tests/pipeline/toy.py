@@ -18,6 +18,7 @@ from megatron_leangrpo.pipeline.order import (
     ends_of,
     phases,
 )
+from megatron_leangrpo.pipeline.times import StageTimes
 from megatron_leangrpo.pipeline.transport import Alone, StageTransport, TensorSpec
 
 BATCH, WIDTH, BLOCKS, STEPS = 2, 6, 6, 5
@@ -133,6 +134,65 @@ class Ends:
         if self.current is not None:
             grads = {name: parameter.grad for name, parameter in self.parameters.items()}
             self.buffers[self.current] = grads
+
+
+class ClockedTransport:
+    """A transport whose messages carry the virtual time at which they were sent."""
+
+    STAMP = TensorSpec((1,), torch.float64)
+
+    def __init__(self, transport: StageTransport, latency: float) -> None:
+        self.stage, self.stages = transport.stage, transport.stages
+        self.transport, self.latency, self.now = transport, latency, 0.0
+
+    def expect(self, direction, boundary, item) -> None:
+        self.transport.expect(direction, (*boundary, self.STAMP), item)
+
+    def receive(self, direction, item) -> tuple[torch.Tensor, ...]:
+        *tensors, sent = self.transport.receive(direction, item)
+        self.now = max(self.now, sent.item() + self.latency)
+        return tuple(tensors)
+
+    def send(self, direction, tensors, boundary, item) -> None:
+        stamp = torch.tensor([self.now], dtype=torch.float64)
+        self.transport.send(direction, (*tensors, stamp), (*boundary, self.STAMP), item)
+
+    def finish(self) -> None:
+        self.transport.finish()
+
+
+def run_clocked(
+    transport: StageTransport, schedule: Schedule, windows: Windows, times: StageTimes
+) -> list[float]:
+    """Run a schedule on empty stages of given times; when this stage is done with each phase."""
+    clocked, nothing = ClockedTransport(transport, times.latency), torch.zeros(1)
+    spec, stage = TensorSpec.of(nothing), transport.stage
+
+    class Waits:
+        def inputs(self, item, latents):
+            return (nothing,)
+
+        def drawn(self, item, velocity):
+            return nothing
+
+        def cotangent(self, item):
+            return nothing
+
+        def enter(self, item):
+            clocked.now += times.backward[stage]
+
+    def compute(item, inputs):
+        clocked.now += times.forward[stage]
+        return (inputs[0] * torch.ones(1, requires_grad=True),)
+
+    neighbours = {"receives": (spec,), "sends": (spec,)}
+    driver = StageDriver(compute, clocked, Waits(), latents=spec, **neighbours)
+    ends = []
+    for phase in phases(schedule, transport.stages, STEPS, windows):
+        clocked.now = 0.0
+        driver.run(phase)
+        ends.append(clocked.now)
+    return ends
 
 
 def next_latents(item: Item, velocity: torch.Tensor) -> torch.Tensor:
