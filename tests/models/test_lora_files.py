@@ -182,6 +182,21 @@ def test_any_usual_prefix_is_read_and_without_a_statement_alpha_is_the_rank(
     _assert_equal(_changes(read_lora(tmp_path / "a.safetensors", names)), _plain_changes(plain))
 
 
+def test_underscores_for_dots_in_diffusers_names_are_read(models, tmp_path):
+    """As sd-scripts and OneTrainer write them."""
+    names, model = models["flux"]
+    plain = _adapters(
+        model, ["transformer_blocks.0.attn.to_out.0", "transformer_blocks.1.ff.net.2"]
+    )
+    renamed = {}
+    for name, tensor in plain.items():
+        stem, letter = name[: -len(".lora_A.weight")], name[-len("A.weight")]
+        way = {"A": "down", "B": "up"}[letter]
+        renamed[f"lora_transformer_{stem.replace('.', '_')}.lora_{way}.weight"] = tensor
+    save_file(renamed, tmp_path / "a.safetensors")
+    _assert_equal(_changes(read_lora(tmp_path / "a.safetensors", names)), _plain_changes(plain))
+
+
 def test_a_peft_folder_has_the_scale_its_configuration_says(models, tmp_path):
     names, model = models["flux"]
     plain = _adapters(model, ["transformer_blocks.0.attn.to_q", "transformer_blocks.0.attn.to_k"])
