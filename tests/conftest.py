@@ -32,6 +32,8 @@ REPEATED_SLOWLY = (
     "checkpoint/test_resume.py::test_a_run_resumes_in_another_layout[alone-cp",
     "checkpoint/test_resume.py::test_a_run_resumes_in_another_layout[dp",
     "checkpoint/test_resume.py::test_a_run_resumes_in_another_layout[tp 2-tp 4",
+    "checkpoint/test_saving.py::test_a_run_resumes_from_the_newest_whole_checkpoint"
+    "_and_says_what_it_passed_over[_copied_away",
     "checkpoints_tools/test_round_trip.py::test_an_import_loads_at_every_tensor_parallel_size[1-4",
     "grpo/test_jagg.py::test_on_two_ranks_jagg_gives_one_gradient_on_every_schedule[1-False",
     "grpo/test_jagg.py::test_on_two_ranks_jagg_gives_one_gradient_on_every_schedule[2-",
