@@ -21,7 +21,10 @@ from megatron_leangrpo.grpo.optimization import build_optimization
 from megatron_leangrpo.grpo.placement import Wave
 from megatron_leangrpo.grpo.run_report import RunReport
 from megatron_leangrpo.models.common.lora import has_adapters
+from megatron_leangrpo.operations.alarms import Alarms
+from megatron_leangrpo.operations.finite import check_gradients
 from megatron_leangrpo.operations.stop import StopRequested, StopSignal
+from megatron_leangrpo.operations.watchdog import Watchdog
 from megatron_leangrpo.overlap.choice import choices
 from megatron_leangrpo.overlap.commands import print_choices
 from megatron_leangrpo.reporting.memory import peak_memory_bytes
@@ -54,7 +57,15 @@ class Trainer:
             )
         self.saver = CheckpointSaver(report.directory.checkpoints, config.checkpoint.keep)
         self._can_export = can_export(experiment.architecture)
-        self.stop = StopSignal()
+        self.stop, self.alarms = StopSignal(), Alarms()
+        self.watchdog = Watchdog(
+            report.directory.path / "heartbeats",
+            platform.rank(),
+            platform.world_size(),
+            # Before the others give the late rank up.
+            0.8 * platform.timeout_seconds(),
+            report.console.warning,
+        )
         self.first_iteration = self.done = 0
 
     @property
@@ -113,7 +124,7 @@ class Trainer:
         if self.first_iteration == 0:
             self.report.evaluation(0, self._evaluate())
         try:
-            with self.report.console.progress("training", iterations) as advance:
+            with self.watchdog, self.report.console.progress("training", iterations) as advance:
                 advance(self.first_iteration)
                 for iteration in range(self.first_iteration, iterations):
                     self.stop.check()
@@ -144,8 +155,11 @@ class Trainer:
     def _run_iteration(self, iteration: int) -> None:
         metrics = self._train(iteration)
         done = self.done = iteration + 1
+        self.watchdog.beat(f"iteration {done}, after its update")
         evaluation = self._evaluate() if self._evaluates_after(done) else None
         self.report.iteration(done, metrics, evaluation)
+        for alarm in self.alarms.check(metrics):
+            self.report.console.warning(alarm)
         if iteration == self.first_iteration and self.config.overlap.mode == "auto":
             print_choices(self.report.console, choices())
         self.saver.poll()
@@ -161,6 +175,7 @@ class Trainer:
 
             def after_wave(wave: Wave) -> None:
                 advance(1)
+                self.watchdog.beat(f"iteration {iteration + 1}, after wave {wave.index + 1}")
                 # The weights are still those of the last iteration: its rollout can be given up.
                 self.stop.check()
 
@@ -171,6 +186,7 @@ class Trainer:
     def _apply_update(self) -> dict[str, float]:
         """Take one optimizer step on the reduced gradient."""
         update = self.optimization.updates
+        check_gradients(self.experiment.policy.model, self.done + 1)
         metrics = self.optimization.step()
         if self.average is not None:
             self.average.update(self.experiment.policy.model, update)

@@ -40,7 +40,9 @@ def check_gradients(model: torch.nn.Module, iteration: int) -> None:
     grads = {name: value for name, value in grads.items() if value is not None}
     if not grads:
         return
-    sums = torch.stack([value.sum(dtype=torch.float64) for value in grads.values()])
+    # An expert that is not in use may be in host memory.
+    device = next(iter(grads.values())).device
+    sums = torch.stack([value.sum(dtype=torch.float64).to(device) for value in grads.values()])
     if bool(sums.isfinite().all()):
         return
     wrong = [name for name, value in grads.items() if not bool(value.isfinite().all())]

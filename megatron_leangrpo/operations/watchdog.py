@@ -6,6 +6,7 @@ stacks of its threads, from a thread of the interpreter that needs no lock, and 
 heartbeats: the ranks that wait in a collective have come further than the one they wait for.
 """
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -51,13 +52,13 @@ class Watchdog:
         self.folder, self.rank, self.world_size = folder, rank, world_size
         self.limit_seconds, self._report = limit_seconds, report
         self._count, self._reported = 0, -1
-        folder.mkdir(parents=True, exist_ok=True)
         self.stacks = folder / f"rank_{rank:04}.stacks"
-        self._stacks = self.stacks.open("w")
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._stacks = self.stacks.open("w")
         self.beat("starting")
         if self.rank == 0:
             self._thread.start()
@@ -69,6 +70,8 @@ class Watchdog:
         if self._thread.is_alive():
             self._thread.join()
         self._stacks.close()
+        if exception[0] is None:
+            self._tidy()
 
     def beat(self, doing: str) -> None:
         """Say that this rank has come to the next piece of work."""
@@ -76,12 +79,23 @@ class Watchdog:
         faulthandler.dump_traceback_later(self.limit_seconds, file=self._stacks)
         self._write(Beat(self.rank, socket.gethostname(), self._count, doing, time.time()))
 
+    def _tidy(self) -> None:
+        """Leave nothing of a good run but stacks, where a rank was late."""
+        self._heartbeat.unlink(missing_ok=True)
+        if self.stacks.stat().st_size == 0:
+            self.stacks.unlink()
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()  # the last rank succeeds
+
+    @property
+    def _heartbeat(self) -> Path:
+        return self.folder / f"rank_{self.rank:04}.json"
+
     def _write(self, beat: Beat) -> None:
-        path = self.folder / f"rank_{self.rank:04}.json"
-        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary = self._heartbeat.with_suffix(f".{os.getpid()}")
         # No fsync: a lost heartbeat costs nothing.
         temporary.write_text(json.dumps(asdict(beat)))
-        temporary.replace(path)
+        temporary.replace(self._heartbeat)
 
     def _watch(self) -> None:
         while not self._ended.wait(self.limit_seconds / _POLLS_A_LIMIT):
