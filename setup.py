@@ -70,6 +70,7 @@ setup(
         "test": [
             "pytest>=8",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "peft>=0.18",
             "ruff>=0.12",

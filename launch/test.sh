@@ -28,4 +28,5 @@ if [[ "$ALL" == true ]]; then
 else
   PYTEST_ARGS=(-m "not slow" "${PYTEST_ARGS[@]}")
 fi
-exec "$VENV_PYTHON" -m pytest "${PYTEST_ARGS[@]}"
+# Two files at a time: most tests keep one core busy. `-n 0` runs them in this process.
+exec "$VENV_PYTHON" -m pytest -n 2 --dist loadfile "${PYTEST_ARGS[@]}"
