@@ -42,7 +42,7 @@ def test_each_gradient_is_that_of_one_transformer_on_the_steps_that_are_its_own(
     runner, kept = experiment.runner(schedule), []
     backward = runner.schedule.backward
 
-    def keep(trajectory: Any, advantages: Any, stats: UpdateStats) -> None:
+    def keep(trajectory: Any, advantages: Any, *others: Any) -> None:
         windows = [
             dataclasses.replace(
                 window,
@@ -51,7 +51,7 @@ def test_each_gradient_is_that_of_one_transformer_on_the_steps_that_are_its_own(
             for window in trajectory.windows
         ]
         kept.append((dataclasses.replace(trajectory, windows=windows), advantages))
-        backward(trajectory, advantages, stats)
+        backward(trajectory, advantages, *others)
 
     runner.schedule.backward = keep
     runner.run(0, experiment.sampler.batch(0))
