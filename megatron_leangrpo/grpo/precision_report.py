@@ -28,14 +28,14 @@ class Precision:
 
     arithmetic: str
     noise: float
-    """Largest change of a log-prob in another batch, over all ranks."""
+    """Largest change of a log-prob by one rounding of the latents, over all ranks."""
     clip_range: float
 
     @property
     def line(self) -> str:
         """For a person."""
         return (
-            f"precision: {self.arithmetic}; in another batch log-probs move by up to "
+            f"precision: {self.arithmetic}; one rounding of the latents moves log-probs by up to "
             f"{self.noise:.1e}, grpo.clip_range is {self.clip_range:.1e}"
         )
 
@@ -55,7 +55,8 @@ class Precision:
 def measure_precision(experiment: Experiment) -> Precision:
     """Roll out a rank's first wave and score its first and last trained step again (a collective).
 
-    The second time each sample has others beside it: twice the rows, half of them negated latents.
+    The second time as half of a larger batch, whose other half has latents that are one rounding
+    away: another layout's sums differ from ours by about as much.
     """
     config, settings = experiment.config, experiment.settings
     prompts = experiment.sampler.batch(0)
@@ -79,11 +80,21 @@ def measure_precision(experiment: Experiment) -> Precision:
 
 def _noise(policy: Policy, trajectory: WaveTrajectory, step: TrainedStep) -> float:
     rows = len(step.x)
+    moved = _neighbours(step.x.to(policy.dtype)).to(step.x)
     conditioning = trajectory.conditioning.select([*range(rows)] * 2)
-    both = torch.cat((step.x, -step.x))
-    velocity = policy(both, torch.cat((step.timestep, step.timestep)), conditioning)[:rows]
-    change = log_prob(step.x, velocity, step.x_next, step.coefficients) - step.old_log_prob
-    return torch.where(step.trained, change, 0.0).abs().max().item()
+    inputs = torch.cat((step.x, moved)), torch.cat((step.timestep, step.timestep))
+    changes = [
+        log_prob(step.x, velocity, step.x_next, step.coefficients) - step.old_log_prob
+        for velocity in policy(*inputs, conditioning).chunk(2)
+    ]
+    return max(torch.where(step.trained, change, 0.0).abs().max().item() for change in changes)
+
+
+def _neighbours(x: torch.Tensor) -> torch.Tensor:
+    """Each number moved by at most one unit in its last place, up or down."""
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(2, x.shape, generator=generator, dtype=torch.float64).to(x.device) * 2 - 1
+    return (x.double() * (1 + signs * torch.finfo(x.dtype).eps / 2)).to(x.dtype)
 
 
 def report_precision(experiment: Experiment, console: Console) -> None:
