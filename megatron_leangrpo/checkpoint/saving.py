@@ -71,6 +71,8 @@ class CheckpointSaver:
         self._stop = threading.Event()
         self._error: str | None = None
         self._temporary = folder
+        self._is_divided = False
+        """Whether megatron has checked that the ranks' pieces make up the whole."""
 
     def start(
         self,
@@ -97,7 +99,8 @@ class CheckpointSaver:
         needed = _num_bytes(sharded)
         what = f"checkpoint {step_folder(self.folder, iteration)} cannot be written"
         with platform.host_mode(), one_error(RuntimeError, what):
-            snapshot = _snapshot(sharded, temporary)
+            snapshot = _snapshot(sharded, temporary, check=not self._is_divided)
+        self._is_divided = True
         if platform.is_logging_rank() and state.transformer_config is not None:
             text = json.dumps(dict(state.transformer_config), indent=2) + "\n"
             (temporary / CONFIG).write_text(text, encoding="utf-8")
@@ -183,8 +186,11 @@ class CheckpointSaver:
         return checkpoint
 
 
-def _snapshot(sharded: dict[str, Any], temporary: Path) -> _Snapshot:
-    """Let megatron divide the work and copy this rank's share to host memory (a collective)."""
+def _snapshot(sharded: dict[str, Any], temporary: Path, check: bool) -> _Snapshot:
+    """Let megatron divide the work and copy this rank's share to host memory (a collective).
+
+    `check` asks whether the ranks' pieces make up the whole, which does not change in a run.
+    """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -201,7 +207,8 @@ def _snapshot(sharded: dict[str, Any], temporary: Path) -> _Snapshot:
     if getattr(filesystem_async, "_results_queue", queue) is None:
         filesystem_async._results_queue = queue.Queue()
     strategy = Planned("torch_dist", 1, thread_count=1)
-    dist_checkpointing.save(sharded, str(temporary), strategy, async_sharded_save=True)
+    options = {"validate_access_integrity": check, "async_sharded_save": True}
+    dist_checkpointing.save(sharded, str(temporary), strategy, **options)
     files = {
         name: [(item.index, data) for item, data in raw]
         + [(item.index, data.detach().to("cpu", copy=True)) for item, data in tensors]
