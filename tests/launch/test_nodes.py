@@ -23,7 +23,7 @@ from tests.launch.nodes import REPOSITORY, Cluster, Node
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 # Two ranks a core import megatron in half a minute; a restart does it again.
-PATIENCE_SECONDS = 280
+PATIENCE_SECONDS = 400
 ITERATIONS = 5
 RECIPE = [
     "flux_tiny",
