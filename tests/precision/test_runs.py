@@ -196,3 +196,28 @@ def test_the_report_measures_noise_and_warns_below_it(tmp_path: Path):
     assert "float32 with FP8 (current, reference)" in fp8.line
     warning = Precision("bfloat16", 3e-5, 1e-5).warning
     assert "grpo.clip_range = 1e-05" in warning and "3.0e-05" in warning
+
+
+def _replayed_and_retained(prompts: str, overlap: str) -> list[tuple[bool, float]]:
+    """Whether replay and retain agree bit for bit on tensor-parallel ranks; reweight's error."""
+    found = []
+    for recipe in RECIPES:
+        config = tiny_config(
+            prompts,
+            fp8=reference(recipe),
+            grpo=ONE_BY_ONE,
+            parallel={"tensor_model_parallel_size": 2},
+            overlap={"mode": overlap},
+        )
+        gradients = gradients_of(start(config), "replay", "retain", "reweight")
+        replay, retain, reweight = gradients
+        found.append((same_bits(replay, retain), worst(reweight, replay)[0]))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", ["off", "flash"])
+def test_on_two_ranks_every_schedule_gives_one_gradient(run_ranks, overlap: str, tmp_path: Path):
+    for results in run_ranks(2, _replayed_and_retained, write_prompts(tmp_path), overlap):
+        for same, error in results:
+            assert same and error < 1e-6
