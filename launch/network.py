@@ -95,12 +95,10 @@ def check_port(family: socket.AddressFamily, address: str, port: int) -> None:
 
 
 def addresses() -> dict[str, list[tuple[socket.AddressFamily, str]]]:
-    """Family and address of all interfaces that are up."""
-    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    """Family and address of all interfaces."""
     return {
         name: [(a.family, a.address.split("%")[0]) for a in found]
         for name, found in psutil.net_if_addrs().items()
-        if name in up
     }
 
 
