@@ -18,7 +18,12 @@ PACKAGE = REPOSITORY / "megatron_leangrpo"
 SCRIPTS = sorted([*REPOSITORY.glob("launch/**/*.sh"), REPOSITORY / ".ci" / "run"])
 
 # Where the import name is not the distribution's name.
-DISTRIBUTIONS = {"PIL": "pillow", "yaml": "PyYAML", "megatron": "megatron-core"}
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "yaml": "PyYAML",
+    "megatron": "megatron-core",
+    "transformer_engine": "transformer-engine",
+}
 
 
 def requirements() -> set[str]:
