@@ -9,6 +9,7 @@ from megatron_leangrpo.grpo.architecture import Architecture
 from megatron_leangrpo.grpo.config_checks import check_training
 from megatron_leangrpo.grpo.dry_run import check_run, rank_bytes
 from megatron_leangrpo.grpo.experiment import check_schedule
+from megatron_leangrpo.grpo.fp8 import check_fp8_training, fp8_settings
 from megatron_leangrpo.grpo.planning import all_candidates, configured_ranks, workload_of
 from megatron_leangrpo.planner import gpus
 from megatron_leangrpo.planner.selector import Candidate, choose, name_of
@@ -21,6 +22,9 @@ def check_recipe(config: RunConfig, world: int, local_ranks: int) -> list[Check]
         check_training(config)
         if config.grpo.schedule != "auto":
             check_schedule(config.grpo.schedule, config.grpo)
+        # Also whether this node's GPU and packages can do it.
+        fp8_settings(config)
+        check_fp8_training(config)
         checked = check_run(config, world)
     except (ValueError, FileNotFoundError) as error:
         return [Check("recipe", False, str(error))]

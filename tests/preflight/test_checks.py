@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_leangrpo.grpo.architecture import resolve_architecture
@@ -133,6 +134,15 @@ def test_a_recipe_that_the_ranks_cannot_share_is_refused(config):
     assert [check.good for check in checks] == [False]
     assert "3 data-parallel ranks" in checks[0].found
     assert all(check.good for check in check_recipe(config, world=2, local_ranks=2))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine may be able to")
+def test_fp8_where_it_cannot_run_is_refused(config):
+    fp8 = dataclasses.replace(config.fp8, recipe="current", backend="transformer_engine")
+    model = dataclasses.replace(config.model, dtype="bfloat16")
+    checks = check_recipe(dataclasses.replace(config, fp8=fp8, model=model), 2, 2)
+    assert [check.good for check in checks] == [False]
+    assert "fp8.backend" in checks[0].found and "transformer" in checks[0].found
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch):
