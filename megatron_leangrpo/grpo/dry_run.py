@@ -17,7 +17,7 @@ from megatron_leangrpo.grpo.placement import Group, check_placement, place
 from megatron_leangrpo.grpo.planning import resolve_auto
 from megatron_leangrpo.grpo.rollout import RolloutSettings
 from megatron_leangrpo.grpo.routing import saved_backwards
-from megatron_leangrpo.grpo.run_reward import build_run_reward
+from megatron_leangrpo.grpo.run_reward import build_run_reward, describe_rewards
 from megatron_leangrpo.platform import check_layout
 from megatron_leangrpo.reporting.console import Console
 from megatron_leangrpo.reporting.sentences import byte_size
@@ -64,7 +64,7 @@ def check_run(config: RunConfig, world_size: int, needs_weights: bool = True) ->
     settings = RolloutSettings.from_config(config.sampling, shape, config.seed)
     objective_config(config)
     prompts, evaluation_prompts = read_prompts(config)
-    reward = build_run_reward(config.reward)
+    reward = build_run_reward(config.reward, needs_weights)
     check_prompts(config, reward, prompts, evaluation_prompts)
     return CheckedRun(architecture, shape[0], grid, settings, prompts)
 
@@ -107,6 +107,7 @@ def check_and_describe(
         f"trained ({config.sampling.step_selection}), kernel {config.sampling.kernel}",
         "iteration": describe_batch(config, dp),
         "prompts": f"{len(checked.prompts)} in {config.prompts.train}",
+        "rewards": describe_rewards(config.reward),
         "schedule": _describe_schedule(config, trained_steps, left_out, reason),
     }
     if dry_run:

@@ -16,7 +16,7 @@ from megatron_leangrpo.rewards.base import RewardScores, raise_for_bad_prompts
 from megatron_leangrpo.rewards.registry import register_reward
 from megatron_leangrpo.rewards.shapes import COLORS, SHAPES, signed_distance
 
-NAME = "color_shape"
+KNOWN = {"color": tuple(COLORS), "shape": SHAPES}
 GRID = 24
 # Half side of the canonical window, in units of sqrt(area): a margin around the widest shape.
 WINDOW = 0.85
@@ -27,16 +27,17 @@ SHAPE_TEMPERATURE = 0.015
 MIN_AREA = 0.04
 
 
-def expected(prompt: str, metadata: dict[str, Any]) -> tuple[int, int]:
+def expected(prompt: str, metadata: dict[str, Any], keys: Sequence[str]) -> list[int]:
     """Palette and shape index asked for; metadata "color" and "shape" win over the text."""
     words = prompt.lower().replace(".", " ").replace(",", " ").split()
     found = []
-    for key, known in (("color", tuple(COLORS)), ("shape", SHAPES)):
+    for key in keys:
+        known = KNOWN[key]
         named = [metadata[key]] if key in metadata else [word for word in words if word in known]
         if len(named) != 1 or named[0] not in known:
             raise ValueError(f"names {len(named)} {key}s, must be one of {', '.join(known)}")
         found.append(known.index(named[0]))
-    return found[0], found[1]
+    return found
 
 
 def foreground_mask(images: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,10 +79,11 @@ def shape_templates() -> Tensor:
     return normalized_crop(torch.stack(masks))
 
 
-@register_reward(NAME)
+@register_reward("color_shape")
 class ColorShapeReward:
     """P(right colour) x P(right shape) x presence, in [0, 1]."""
 
+    name, keys = "color_shape", ("color", "shape")
     verdict = "of the right colour and shape"
 
     def __init__(self) -> None:
@@ -93,10 +95,10 @@ class ColorShapeReward:
         problems = []
         for prompt in prompts:
             try:
-                expected(prompt.text, prompt.metadata)
+                expected(prompt.text, prompt.metadata, self.keys)
             except ValueError as error:
                 problems.append((prompt.id, f"{error}: {prompt.text!r}"))
-        raise_for_bad_prompts(problems, NAME, source)
+        raise_for_bad_prompts(problems, self.name, source)
 
     def probabilities(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Colour [n, colors] and shape [n, shapes] probabilities, and presence [n]."""
@@ -116,9 +118,27 @@ class ColorShapeReward:
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
     ) -> RewardScores:
-        wanted = torch.tensor([expected(p, m) for p, m in zip(prompts, metadata, strict=True)])
+        pairs = zip(prompts, metadata, strict=True)
+        wanted = torch.tensor([expected(p, m, self.keys) for p, m in pairs])
         color, shape, presence = self.probabilities(images)
         rows = torch.arange(len(wanted))
         scores = color[rows, wanted[:, 0]] * shape[rows, wanted[:, 1]] * presence
         right = (color.argmax(-1) == wanted[:, 0]) & (shape.argmax(-1) == wanted[:, 1])
         return RewardScores(scores.double(), right & (presence > 0.5))
+
+
+@register_reward("color")
+class ColorReward(ColorShapeReward):
+    """P(right colour) x presence, whatever has the colour; goes well beside a reward of text."""
+
+    name, keys = "color", ("color",)
+    verdict = "of the right colour"
+
+    def __call__(
+        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict[str, Any]]
+    ) -> RewardScores:
+        pairs = zip(prompts, metadata, strict=True)
+        wanted = torch.tensor([expected(p, m, self.keys)[0] for p, m in pairs])
+        color, _, presence = self.probabilities(images)
+        scores = color[torch.arange(len(wanted)), wanted] * presence
+        return RewardScores(scores.double(), (color.argmax(-1) == wanted) & (presence > 0.5))

@@ -17,6 +17,7 @@ from megatron_leangrpo.config_reader import packaged_recipes, read_config, read_
 from megatron_leangrpo.grpo import commands
 from megatron_leangrpo.grpo.dry_run import rank_bytes
 from megatron_leangrpo.grpo.optimization import build_optimization
+from megatron_leangrpo.grpo.run_reward import build_run_reward
 from tests.grpo import tiny
 
 
@@ -45,6 +46,14 @@ def test_every_packaged_recipe_can_run(recipe, empty):
     assert dry_run(recipe)
     assert not dist.is_initialized()
     assert list(empty.iterdir()) == []
+
+
+def test_published_rewards_are_named_where_their_weights_are_missing():
+    found = dry_run("flux_dev_mixgrpo")
+    assert ", 1 x hpsv2 (HPSv2.1: not on this machine), 1 x image_reward (" in found["rewards"]
+    assert found["steps"] == "25, of which 4 are trained (progressive), kernel flow_sde"
+    with pytest.raises(ValueError, match=r"reward.paths.pickscore = 'PickScore_v1' is no folder"):
+        build_run_reward(read_config(read_recipe("flux_dev_grpo_guard"), []).reward)
 
 
 def test_flux_dev_on_sixteen_ranks(monkeypatch):

@@ -63,3 +63,17 @@ def test_prompts_outside_its_world_are_named_with_their_line(reward):
     prompts = [Prompt(0, "a red circle"), Prompt(4, "a brown circle"), Prompt(6, "red blue square")]
     with pytest.raises(ValueError, match=r"p\.txt:5: names 0 colors(.|\n)*p\.txt:7: names 2"):
         reward.validate(prompts, "p.txt")
+
+
+def test_color_alone_needs_no_shape_and_judges_digits():
+    reward = build_reward({"color": 1.0})
+    prompts = ["the number 7"] * 2
+    reward.validate([Prompt(0, prompts[0], {"color": "red"})], "prompts.jsonl")
+    with pytest.raises(ValueError, match=r"reward 'color' cannot score(.|\n)*names 0 colors"):
+        reward.validate([Prompt(0, prompts[0], {})], "prompts.jsonl")
+    ink = torch.tensor([0.86, 0.13, 0.13])[:, None, None]
+    image = torch.full((1, 3, 32, 32), 0.9)
+    image[:, :, 8:24, 14:18] = ink
+    result = reward(image.repeat(2, 1, 1, 1), prompts, [{"color": "red"}, {"color": "blue"}])
+    assert result.correct.tolist() == [True, False]
+    assert result.total[0] > 0.95 and result.total[1] < 0.05
