@@ -262,6 +262,28 @@ class RemoteRewardConfig:
 
 
 @dataclass(frozen=True)
+class JudgeConfig:
+    """The vision-language model that the reward vlm_judge asks."""
+
+    url: str | None = None
+    """Address of an OpenAI-compatible endpoint, such as http://host:8000/v1."""
+    model: str | None = None
+    """Its name there."""
+    prompt: str | None = None
+    """Question with {prompt} in it, answered by "Final Score: N" with N from 1 to 5, or by N."""
+    concurrency: int = 16
+    """Questions at once from each rank."""
+    timeout_seconds: float = 60.0
+    """Longest wait for one answer."""
+    deadline_seconds: float = 300.0
+    """Longest wait for one answer with all retries."""
+    retries: int = 10
+    """Further attempts after an error, with growing random pauses."""
+    token_variable: str = "LEANGRPO_JUDGE_TOKEN"
+    """Environment variable that holds the bearer token; no token is sent where it is not set."""
+
+
+@dataclass(frozen=True)
 class RewardConfig:
     """Rewards and what happens when one fails."""
 
@@ -282,6 +304,8 @@ class RewardConfig:
     """Keep reward models in host memory and move them to the device only while they score."""
     remote: RemoteRewardConfig = field(default_factory=RemoteRewardConfig)
     """Rewards computed by a reward server."""
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    """The endpoint of vlm_judge."""
 
 
 @dataclass(frozen=True)

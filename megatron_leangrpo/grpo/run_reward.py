@@ -8,6 +8,7 @@ from megatron_leangrpo.config import RemoteRewardConfig, RewardConfig
 from megatron_leangrpo.rewards.base import ModelSettings
 from megatron_leangrpo.rewards.registry import WeightedReward, build_reward
 from megatron_leangrpo.rewards.remote import RemoteReward, RemoteSettings, remote_rewards
+from megatron_leangrpo.rewards.vlm_judge import JudgeSettings
 from megatron_leangrpo.rewards.weights import find_device
 
 
@@ -24,7 +25,8 @@ def build_run_reward(config: RewardConfig, needs_weights: bool = True) -> Weight
     if config.batch_size < 1:
         raise ValueError(f"reward.batch_size = {config.batch_size} must be 1 or more")
     device = find_device("reward.device", config.device)
-    settings = ModelSettings(config.paths, device, config.batch_size, config.offload)
+    judge = None if config.judge.url is None else JudgeSettings(**dataclasses.asdict(config.judge))
+    settings = ModelSettings(config.paths, device, config.batch_size, config.offload, judge)
     remote = _remote(config.remote, list(config.weights))
     return build_reward(
         config.weights, config.failure_policy, settings, remote, config.frame_interval

@@ -3,10 +3,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron_leangrpo.rewards.vlm_judge import JudgeSettings
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ class ModelSettings:
     """Images in one forward of a reward model."""
     offload: bool = False
     """Keep the models in host memory and move them to the device only while they score."""
+    judge: "JudgeSettings | None" = None
+    """The endpoint that vlm_judge asks."""
 
 
 def round_to_8_bits(images: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ _BUILT_IN = (
     "ocr",
     "ocr_recognizer",
     "pickscore",
+    "vlm_judge",
 )
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_leangrpo.rewards.base import ModelSettings
+from megatron_leangrpo.rewards.connection import INSTALL_LINE
 from megatron_leangrpo.rewards.registry import make_reward
-from megatron_leangrpo.rewards.remote import INSTALL_LINE
 from megatron_leangrpo.rewards.wire import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
