@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checkpoints_tools.inputs import SafetensorsInput, find_input
+from checkpoints_tools.inputs import find_input
 from checkpoints_tools.opening import Checkpoint, open_checkpoint
 from checkpoints_tools.runs import run_config
 from megatron_leangrpo.checkpoint.store import damage
@@ -19,7 +20,8 @@ from megatron_leangrpo.models.common.conversion import Converted, InMemory, Rena
 from megatron_leangrpo.models.common.lora import adapter_rules, attach_adapters
 from megatron_leangrpo.models.common.lora_targets import A, B, LowRank
 from megatron_leangrpo.models.common.weights import ADAPTER, full_shapes, random_weights
-from megatron_leangrpo.models.lora_files import LoraFile, Names, StoredLora, bare_name, is_lora
+from megatron_leangrpo.models.experts import InFolders
+from megatron_leangrpo.models.lora_files import LoraFile, Names, bare_name, is_lora, stored_loras
 from megatron_leangrpo.models.lora_files import read_lora as read_for_model
 from megatron_leangrpo.models.lora_merging import Merged, WeightChanges
 
@@ -49,9 +51,9 @@ def find_adapters(
     if is_lora(Path(path), setting):
         if average:
             raise ValueError(f"--average: {path} is no checkpoint of a run and has no average")
-        return _from_file(StoredLora(path, setting), setting)
+        return _from_files(Path(path), setting)
     found = find_input(Path(path), setting)
-    if isinstance(found, SafetensorsInput):
+    if not isinstance(found, Path):
         return None
     stored = StoredTensors(found, average)
     if not any(ADAPTER in name for name in stored):
@@ -62,15 +64,22 @@ def find_adapters(
     return _from_run(found, stored, setting)
 
 
-def _from_file(stored: StoredLora, setting: str) -> Adapters:
-    names, projections = {}, {}
-    for module, low in stored.modules.items():
-        bare = bare_name(module)
-        if bare in projections:
-            raise ValueError(f"{setting}: {stored.file} adapts {bare} twice")
-        projections[bare] = low
-        names |= {f"{bare}.{letter}": n for letter, n in zip((A, B), stored.names_of(module))}
-    return Adapters(stored.file, projections, Renamed(stored.tensors, names))
+def _from_files(path: Path, setting: str) -> Adapters:
+    sources, projections = {}, {}
+    for folder, stored in stored_loras(path, setting).items():
+        names, own = {}, {}
+        for module, low in stored.modules.items():
+            bare = bare_name(module)
+            if bare in own:
+                raise ValueError(f"{setting}: {stored.file} adapts {bare} twice")
+            own[bare] = low
+            names |= {f"{bare}.{letter}": n for letter, n in zip((A, B), stored.names_of(module))}
+        sources[folder] = Renamed(stored.tensors, names)
+        projections |= {f"{folder}.{name}" if folder else name: low for name, low in own.items()}
+        file = stored.file
+    if "" in sources:
+        return Adapters(file, projections, sources[""])
+    return Adapters(path, projections, InFolders(sources))
 
 
 def _from_run(checkpoint: Path, stored: StoredTensors, setting: str) -> Adapters:
@@ -93,8 +102,9 @@ def _from_run(checkpoint: Path, stored: StoredTensors, setting: str) -> Adapters
     return Adapters(checkpoint, projections, tensors, architecture, step)
 
 
-def merged_run(adapters: Adapters) -> tuple[dict[str, Any], TensorSource]:
-    """Diffusers' `config.json` and the full weights of a run's base with its adapters.
+def merged_run(adapters: Adapters) -> tuple[dict[str, Any], TensorSource, Sequence[str]]:
+    """Diffusers' `config.json`, the full weights of a run's base with its adapters, and the
+    folders of a pipeline that they are of.
 
     They have the run's dtype: rounded to a base's narrower one, little would stay of small changes.
     """
@@ -104,20 +114,16 @@ def merged_run(adapters: Adapters) -> tuple[dict[str, Any], TensorSource]:
             f"--merged: {adapters.path} is an adapter alone; give its base as --input and the "
             "adapter as --lora"
         )
-    if architecture.config.experts > 1:
-        raise ValueError(
-            "--merged: the run has two transformers; export its adapters and merge them into one "
-            "after the other with --lora"
-        )
     config, weights = _base(architecture)
-    dtype = architecture.config.params_dtype
-    return config, Merged(weights, adapters.theirs, str(adapters.path), dtype)
+    merged = Merged(weights, adapters.theirs, str(adapters.path), architecture.config.params_dtype)
+    return config, merged, architecture.config.transformer_folders
 
 
 def _base(architecture: Architecture) -> tuple[dict[str, Any], TensorSource]:
     path = architecture.weights
     if path is None and architecture.base is not None:
-        path = architecture.base / "transformer"
+        has_experts = architecture.config.experts > 1
+        path = architecture.base if has_experts else architecture.base / "transformer"
     if path is not None:
         base = open_checkpoint(path, "model.base")
         return base.config, base.theirs
@@ -130,10 +136,8 @@ def _base(architecture: Architecture) -> tuple[dict[str, Any], TensorSource]:
 
 def merged_file(source: Checkpoint, lora: str) -> TensorSource:
     """The weights of a checkpoint with a LoRA file in them; all of the file must have a place."""
-    rules = source.family.weight_rules(source.settings)
-    original = source.family.original
-    original_rules = () if original is None else original.weight_rules(source.settings)
-    file: LoraFile = read_for_model(lora, Names.of(source.model, rules, original_rules), "--lora")
+    names = Names.of(source.model, source.weight_rules, source.original_rules)
+    file: LoraFile = read_for_model(lora, names, "--lora")
     return Merged(source.theirs, WeightChanges(file.projections, file.tensors), f"--lora: {lora}")
 
 

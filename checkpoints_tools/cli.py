@@ -169,6 +169,11 @@ def _verify(arguments: argparse.Namespace) -> int:
     second = open_checkpoint(arguments.second, "B")
     if first.family_name != second.family_name:
         raise ValueError(f"A is a {first.family_name} and B a {second.family_name}")
+    if len(first.folders) != len(second.folders):
+        one, two = ("A", "B") if len(first.folders) == 1 else ("B", "A")
+        raise ValueError(
+            f"{two} has two transformers and {one} one; compare it with a folder of one of them"
+        )
     console = Console()
     comparison = compare(first, second)
     print_comparison(console, comparison)
@@ -176,7 +181,10 @@ def _verify(arguments: argparse.Namespace) -> int:
     if arguments.forward:
         from checkpoints_tools.forward import compare_forward
 
-        equal &= print_forward(console, compare_forward(first, second))
+        for folder, own in first.transformers.items():
+            difference = compare_forward(own, second.transformers[folder])
+            of = folder if len(first.folders) > 1 else ""
+            equal &= print_forward(console, difference, of)
     return 0 if equal else DIFFERENT
 
 

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_leangrpo.checkpoint.store import MANIFEST, newest_valid
-from megatron_leangrpo.models.loading import CONFIG, INDEX, WEIGHTS, read_json
+from megatron_leangrpo.models.loading import CONFIG, INDEX, PIPELINE_INDEX, WEIGHTS, read_json
 
+FOLDERS = ("transformer", "transformer_2")
+"""Of the experts in a pipeline, high noise first."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pickle", ".pkl")
-_PIPELINE = "model_index.json"
-_SECOND = "transformer_2"
+_PAIRS = (FOLDERS, ("high_noise_model", "low_noise_model"))
+"""Folders of two experts: diffusers', and those of the authors of Wan 2.2."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,16 @@ class SafetensorsInput:
     """The `config.json` beside them; None where there is none."""
 
 
-def find_input(path: Path, setting: str) -> SafetensorsInput | Path:
+@dataclass(frozen=True)
+class ExpertsInput:
+    """Two transformers that take turns, for high noise and for low."""
+
+    path: Path
+    high: SafetensorsInput
+    low: SafetensorsInput
+
+
+def find_input(path: Path, setting: str) -> SafetensorsInput | ExpertsInput | Path:
     """Safetensors files with their configuration, or the folder of a megatron checkpoint.
 
     Takes a transformer or pipeline folder, a file, a checkpoint, or a run (its newest whole one).
@@ -44,20 +56,40 @@ def find_input(path: Path, setting: str) -> SafetensorsInput | Path:
             reasons = f" ({'; '.join(found.skipped)})" if found.skipped else ""
             raise ValueError(f"{setting}: no checkpoint of the run {path} is whole{reasons}")
         return found.checkpoint
-    if (path / _PIPELINE).is_file():
+    if (path / PIPELINE_INDEX).is_file():
         return _pipeline(path, setting)
-    return _folder(path, setting)
+    pair = next((pair for pair in _PAIRS if any((path / name).is_dir() for name in pair)), None)
+    if pair is None:
+        return _folder(path, setting)
+    # A run exports a single transformer into a folder of that name, too.
+    is_single = pair == FOLDERS and not (path / FOLDERS[1]).is_dir()
+    return _transformers(path, pair[:1] if is_single else pair, setting)
 
 
-def _pipeline(path: Path, setting: str) -> SafetensorsInput | Path:
-    if (path / _SECOND).is_dir():
+def _pipeline(path: Path, setting: str) -> SafetensorsInput | ExpertsInput:
+    index = read_json(path / PIPELINE_INDEX, setting)
+    second = FOLDERS[1]
+    if second not in index and (path / second).is_dir():
         raise ValueError(
-            f"{setting}: {path} holds two transformers; convert {path / 'transformer'} and "
-            f"{path / _SECOND} one after the other"
+            f"{setting}: {path} has a folder {second}, which its {PIPELINE_INDEX} does not name; "
+            f"name it there, or give {path / FOLDERS[0]} alone"
         )
-    if not (path / "transformer").is_dir():
-        raise ValueError(f"{setting}: {path} is a pipeline without transformer/")
-    return _folder(path / "transformer", setting)
+    has_second = (index.get(second) or [None, None])[1] is not None
+    return _transformers(path, FOLDERS if has_second else FOLDERS[:1], setting)
+
+
+def _transformers(
+    path: Path, folders: Sequence[str], setting: str
+) -> SafetensorsInput | ExpertsInput:
+    missing = next((name for name in folders if not (path / name).is_dir()), None)
+    if missing is not None:
+        both = f" (needed are {' and '.join(folders)})" if len(folders) > 1 else ""
+        raise ValueError(
+            f"{setting}: {path} has no folder {missing}{both}; fetch it, or give the folder of one "
+            "transformer"
+        )
+    found = [_folder(path / name, setting) for name in folders]
+    return found[0] if len(found) == 1 else ExpertsInput(path, *found)
 
 
 def _folder(path: Path, setting: str) -> SafetensorsInput:

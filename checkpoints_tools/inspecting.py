@@ -19,6 +19,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "format": checkpoint.format,
         "model": checkpoint.family_name,
         "architecture": checkpoint.family.describe(checkpoint.settings),
+        "transformers": list(checkpoint.folders),
         "parameters": sum(info.num_elements for info in layout.values()),
         "bytes": sum(info.num_bytes for info in layout.values()),
         "dtypes": dict(dtypes),

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from checkpoints_tools.inputs import SafetensorsInput, find_input
+from checkpoints_tools.inputs import FOLDERS, ExpertsInput, SafetensorsInput, find_input
 from checkpoints_tools.naming import listed, without_wrappers
 from checkpoints_tools.runs import run_transformer
 from megatron_leangrpo.checkpoint.store import damage
@@ -19,6 +19,7 @@ from megatron_leangrpo.checkpoint.stored import StoredTensors
 from megatron_leangrpo.models.common.config import TransformerSettings
 from megatron_leangrpo.models.common.conversion import Converted, TensorInfo, TensorSource
 from megatron_leangrpo.models.common.weights import Rule, full_shapes, shard_dim
+from megatron_leangrpo.models.experts import NAMES, InFolders, of_one, rules_of_experts
 from megatron_leangrpo.models.families import ModelFamily, family_names, model_family
 from megatron_leangrpo.models.loading import (
     CONFIG,
@@ -32,7 +33,7 @@ from megatron_leangrpo.models.saving import DTYPE_NAMES
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The weights of one transformer and its architecture, checked against each other."""
+    """The weights of a transformer, or of two experts, checked against their architecture."""
 
     path: Path
     format: str
@@ -45,6 +46,9 @@ class Checkpoint:
     step: int | None = None
     """Finished iterations of a run's checkpoint."""
     notes: list[str] = field(default_factory=list)
+    folders: Sequence[str] = FOLDERS[:1]
+    """Of the transformers in a pipeline; two for experts, whose tensors have an expert's name
+    before ours, and that of its folder before the others."""
 
     @property
     def family(self) -> ModelFamily:
@@ -53,16 +57,35 @@ class Checkpoint:
 
     @cached_property
     def settings(self) -> TransformerSettings:
-        """The architecture; weights in the widest dtype that is stored."""
+        """The architecture of a transformer; weights in the widest dtype that is stored."""
         stored = {info.dtype for info in self.tensors.layout.values()} & set(DTYPE_NAMES)
         dtype = reduce(torch.promote_types, stored) if stored else torch.float32
         return self.family.from_diffusers_config(self.config, params_dtype=dtype)
+
+    @property
+    def one_architecture(self) -> TransformerSettings:
+        """The architecture whatever the dtype."""
+        return self.family.from_diffusers_config(self.config)
 
     @cached_property
     def model(self) -> torch.nn.Module:
         """The whole model without memory: names, shapes, and how each is cut."""
         with torch.device("meta"):
-            return self.family.build(self.settings)
+            transformers = [self.family.build(self.settings) for _ in self.folders]
+        if len(transformers) == 1:
+            return transformers[0]
+        return torch.nn.ModuleDict(dict(zip(NAMES, transformers, strict=True)))
+
+    @cached_property
+    def transformers(self) -> dict[str, Checkpoint]:
+        """Each of them by its folder, as if it were alone."""
+        if len(self.folders) == 1:
+            return {self.folders[0]: self}
+        prefixes = NAMES if self.format == "megatron" else self.folders
+        return {
+            folder: replace(self, tensors=of_one(self.tensors, prefix), folders=(folder,))
+            for folder, prefix in zip(self.folders, prefixes, strict=True)
+        }
 
     @property
     def shard_dims(self) -> dict[str, int | None]:
@@ -70,14 +93,23 @@ class Checkpoint:
         return {name: shard_dim(p) for name, p in self.model.named_parameters()}
 
     @property
+    def weight_rules(self) -> Sequence[Rule]:
+        """Our names and diffusers'."""
+        return self._of_all(self.family.weight_rules(self.settings))
+
+    @property
+    def original_rules(self) -> Sequence[Rule]:
+        """Our names and the authors'; nothing where their files are not read."""
+        original = self.family.original
+        return () if original is None else self._of_all(original.weight_rules(self.settings))
+
+    @property
     def stored_rules(self) -> Sequence[Rule]:
         """Our names and those of the file, whose side is diffusers' for a megatron checkpoint."""
-        rules = (
-            self.family.original.weight_rules
-            if self.format == "original"
-            else self.family.weight_rules
-        )
-        return rules(self.settings)
+        return self.original_rules if self.format == "original" else self.weight_rules
+
+    def _of_all(self, rules: Sequence[Rule]) -> Sequence[Rule]:
+        return rules if len(self.folders) == 1 else rules_of_experts(rules, self.folders)
 
     @cached_property
     def ours(self) -> TensorSource:
@@ -91,7 +123,7 @@ class Checkpoint:
         """Full tensors under diffusers' names."""
         if self.format == "diffusers":
             return self.tensors
-        return Converted(self.ours, self.family.weight_rules(self.settings), to_ours=False)
+        return Converted(self.ours, self.weight_rules, to_ours=False)
 
     def check(self, setting: str) -> None:
         """Raise ``ValueError`` unless every tensor of the model is there once, and no other."""
@@ -144,12 +176,14 @@ def open_checkpoint(
     `verified` asks for checksums of a megatron checkpoint. ``ValueError`` for whatever is wrong.
     """
     found = find_input(Path(path), setting)
-    if isinstance(found, SafetensorsInput):
-        if average:
-            raise ValueError(f"--average: {path} is no checkpoint of a run and has no average")
-        checkpoint = _open_safetensors(found, setting)
-    else:
+    if isinstance(found, Path):
         checkpoint = _open_megatron(found, setting, average, verified)
+    elif average:
+        raise ValueError(f"--average: {path} is no checkpoint of a run and has no average")
+    elif isinstance(found, ExpertsInput):
+        checkpoint = _open_experts(found, setting)
+    else:
+        checkpoint = _open_safetensors(found, setting)
     if family_name is not None and checkpoint.family_name != family_name:
         raise ValueError(
             f"--model = {family_name}: {checkpoint.path} is a {checkpoint.family_name}; give "
@@ -181,6 +215,24 @@ def _open_safetensors(found: SafetensorsInput, setting: str) -> Checkpoint:
         check_guidance(config, tensors.layout, found.config_path, setting)
     layout = "original" if is_original else "diffusers"
     return Checkpoint(found.weights, layout, family_name, config, tensors, notes=notes)
+
+
+def _open_experts(found: ExpertsInput, setting: str) -> Checkpoint:
+    parts = {
+        folder: _open_safetensors(part, setting)
+        for folder, part in zip(FOLDERS, (found.high, found.low))
+    }
+    for part in parts.values():
+        part.check(setting)
+    high, low = parts.values()
+    if (high.format, high.one_architecture) != (low.format, low.one_architecture):
+        raise ValueError(
+            f"{setting}: {high.path} ({high.format} format) and {low.path} ({low.format} format) "
+            "differ in their format or architecture; two experts have one"
+        )
+    tensors = InFolders({folder: part.tensors for folder, part in parts.items()})
+    notes = [f"{folder}: {note}" for folder, part in parts.items() for note in part.notes]
+    return replace(high, path=found.path, tensors=tensors, notes=notes, folders=FOLDERS)
 
 
 def _family_of(layout: Mapping[str, TensorInfo], found: SafetensorsInput, setting: str) -> str:
@@ -224,4 +276,7 @@ def _open_megatron(path: Path, setting: str, average: bool, verified: bool) -> C
     else:
         name, config = run_transformer(path, setting)
     step = tensors.manifest.iteration or None
-    return Checkpoint(path, "megatron", name, config, tensors, step)
+    prefixes = tuple(f"{name}." for name in NAMES)
+    has_experts = len(tensors) > 0 and all(n.startswith(prefixes) for n in tensors)
+    folders = FOLDERS if has_experts else FOLDERS[:1]
+    return Checkpoint(path, "megatron", name, config, tensors, step, folders=folders)

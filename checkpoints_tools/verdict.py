@@ -35,11 +35,12 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
     console.line(f"EQUAL: {comparison.compared} tensors" if comparison.equal else "DIFFERENT")
 
 
-def print_forward(console: Console, difference: ForwardDifference) -> bool:
+def print_forward(console: Console, difference: ForwardDifference, of: str = "") -> bool:
     """Print how far two outputs are apart; returns whether that is rounding."""
     verdict = "EQUAL" if difference.equal else "DIFFERENT"
+    what = f"forward of {of}" if of else "forward"
     console.line(
-        f"forward {verdict}: max difference {difference.largest:.3g}, relative L2 "
+        f"{what} {verdict}: max difference {difference.largest:.3g}, relative L2 "
         f"{difference.relative:.3g} (allowed {difference.tolerance:.0e})"
     )
     return difference.equal
@@ -47,9 +48,11 @@ def print_forward(console: Console, difference: ForwardDifference) -> bool:
 
 def print_description(console: Console, described: dict[str, Any]) -> None:
     """Print what is in a checkpoint as a list of facts and a table of tensors."""
+    count = len(described["transformers"])
+    number = f"{count} transformers of " if count > 1 else ""
     facts = {
         "format": described["format"],
-        "model": f"{described['model']}, {described['architecture']}",
+        "model": f"{described['model']}, {number}{described['architecture']}",
         "parameters": f"{described['parameters']:,}".replace(",", " "),
         "size": byte_size(described["bytes"]),
         "dtypes": ", ".join(f"{n} x {dtype}" for dtype, n in described["dtypes"].items()),

@@ -93,13 +93,13 @@ class Architecture:
         """The adapters that are trained in place of the weights; ``ValueError`` as they say."""
         if not is_adapted(self.lora):
             return None
-        has_original = self.family.original is not None and self.config.experts == 1
+        original = self.family.original
         return find_adaptation(
             self.lora,
             self.family.lora_targets,
             self.on_meta,
             self.weight_rules,
-            self.family.original.weight_rules(self.config) if has_original else (),
+            () if original is None else self._of_all(original.weight_rules(self.config)),
         )
 
     def trained_rules(self, model: torch.nn.Module) -> Sequence[Rule]:
@@ -148,7 +148,9 @@ class Architecture:
     @property
     def weight_rules(self) -> Sequence[Rule]:
         """The table of the model's weights; experts' are named by their folder of a pipeline."""
-        rules = self.family.weight_rules(self.config)
+        return self._of_all(self.family.weight_rules(self.config))
+
+    def _of_all(self, rules: Sequence[Rule]) -> Sequence[Rule]:
         folders = self.config.transformer_folders
         return rules if len(folders) == 1 else rules_of_experts(rules, folders)
 
@@ -199,7 +201,12 @@ def resolve_architecture(config: RunConfig, needs_weights: bool = True) -> Archi
     else:
         raise ValueError("model.base is not set; give a diffusers pipeline folder")
     if weights is not None:
-        from_config = partial(family.from_diffusers_config, **overrides)
+        # How many there are is said by the pipeline or the preset, not by their config.json.
+        experts = {
+            "experts": architecture.experts,
+            "expert_boundary": architecture.expert_boundary,
+        }
+        from_config = partial(family.from_diffusers_config, **{**overrides, **experts})
         check_architecture(weights, architecture, family.class_name, from_config)
     guidance = model.guidance_scale if architecture.guidance_embeds else None
     _check_expert_settings(config, architecture)

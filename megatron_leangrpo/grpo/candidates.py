@@ -15,9 +15,9 @@ from megatron_leangrpo.grpo.sampling import find_checkpoint
 from megatron_leangrpo.models.common.weights import load_full_tensors
 from megatron_leangrpo.models.experts import InFolders
 from megatron_leangrpo.models.loading import CONFIG, WeightFiles
+from megatron_leangrpo.models.lora_files import is_lora
 
 OPTION = "--checkpoint"
-_LORA = "pytorch_lora_weights.safetensors"
 _KINDS = ("average", "live")
 
 
@@ -60,7 +60,7 @@ def find_candidate(text: str) -> Candidate:
     if kind not in _KINDS:
         place, kind = text, ""
     path = Path(place)
-    if (path / _LORA).is_file():
+    if is_lora(path, OPTION):
         raise ValueError(f"{OPTION} = {text}: an adapter; give it as --lora.path={place}")
     is_export = any((folder / CONFIG).is_file() for folder in (path, path / "transformer"))
     if is_export and not (path / MANIFEST).is_file():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from megatron_leangrpo.models.common.conversion import (
 )
 from megatron_leangrpo.models.common.lora import adapter_rules, adapters, has_adapters
 from megatron_leangrpo.models.common.weights import Rule
+from megatron_leangrpo.models.experts import of_one
 from megatron_leangrpo.models.loading import read_transformer_config
 from megatron_leangrpo.models.saving import save_transformer_folder
 
@@ -69,10 +69,12 @@ def export_checkpoint(
         _export_adapters(temporary, stored, model)
     else:
         weights = _InDtype(stored, architecture.config.params_dtype)
-        for name, rules in _rules_by_folder(architecture).items():
-            tensors = Converted(_chosen(weights, rules), rules, to_ours=False)
+        rules, folders = architecture.weight_rules, architecture.config.transformer_folders
+        tensors = Converted(_chosen(weights, rules), rules, to_ours=False)
+        for name in folders:
+            own = tensors if len(folders) == 1 else of_one(tensors, name)
             config = transformer_config(architecture, name)
-            save_transformer_folder(temporary / name, config, tensors, setting=_SETTING)
+            save_transformer_folder(temporary / name, config, own, setting=_SETTING)
     atomic_write(temporary / CARD, card)
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)
@@ -87,21 +89,6 @@ def _export_adapters(folder: Path, stored: TensorSource, model: torch.nn.Module)
         projections |= adapter.projections
     tensors = Converted(_chosen(stored, rules), rules, to_ours=False)
     save_lora_folder(folder, projections, dict(tensors), setting=_SETTING)
-
-
-def _rules_by_folder(architecture: Architecture) -> Mapping[str, Sequence[Rule]]:
-    """The table of each transformer of the pipeline."""
-    rules, folders = architecture.weight_rules, architecture.config.transformer_folders
-    if len(folders) == 1:
-        return {folders[0]: rules}
-    return {
-        folder: [
-            replace(rule, theirs=tuple(name.removeprefix(f"{folder}.") for name in rule.theirs))
-            for rule in rules
-            if rule.theirs[0].startswith(f"{folder}.")
-        ]
-        for folder in folders
-    }
 
 
 def _chosen(source: TensorSource, rules: Sequence[Rule]) -> TensorSource:

@@ -135,19 +135,29 @@ def _usage(architecture: Architecture, config: RunConfig, adapter: bool) -> list
     """Lines that load the export, of which the folder is `EXPORT`."""
     pipeline = "WanPipeline" if config.model.family == "wan" else "FluxPipeline"
     base = f'"{_base_model(architecture, config)}"'
+    folders = architecture.config.transformer_folders
     if adapter:
         return [
             f"from diffusers import {pipeline}",
             "",
             f"pipeline = {pipeline}.from_pretrained({base})",
-            'pipeline.load_lora_weights("EXPORT")',
+            *_load_adapters(folders),
         ]
     kind = architecture.family.class_name
-    folders = architecture.config.transformer_folders
     return [
         f"from diffusers import {pipeline}, {kind}",
         "",
         *(f'{name} = {kind}.from_pretrained("EXPORT", subfolder="{name}")' for name in folders),
         f"pipeline = {pipeline}.from_pretrained("
         f"{base}, {', '.join(f'{name}={name}' for name in folders)})",
+    ]
+
+
+def _load_adapters(folders: Sequence[str]) -> list[str]:
+    if len(folders) == 1:
+        return ['pipeline.load_lora_weights("EXPORT")']
+    second = ", load_into_transformer_2=True"
+    return [
+        f'pipeline.load_lora_weights("EXPORT/{name}"{second if name == folders[1] else ""})'
+        for name in folders
     ]

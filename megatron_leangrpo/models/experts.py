@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron_leangrpo.models.common.conversion import Renamed, TensorInfo, TensorSource
 from megatron_leangrpo.models.common.weights import Rule
 
 NAMES = ("high", "low")
@@ -120,18 +121,28 @@ def rules_of_experts(rules: Sequence[Rule], folders: Sequence[str]) -> list[Rule
     ]
 
 
-class InFolders(Mapping[str, torch.Tensor]):
+class InFolders(TensorSource):
     """Tensors of several folders under `folder.name`, each read when it is asked for."""
 
-    def __init__(self, folders: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    def __init__(self, folders: Mapping[str, TensorSource]) -> None:
         self._folders = folders
+        self._layout = {
+            f"{folder}.{name}": info
+            for folder, tensors in folders.items()
+            for name, info in tensors.layout.items()
+        }
+
+    @property
+    def layout(self) -> Mapping[str, TensorInfo]:
+        """Shape and dtype of every tensor."""
+        return self._layout
 
     def __getitem__(self, name: str) -> torch.Tensor:
         folder, _, tensor = name.partition(".")
         return self._folders[folder][tensor]
 
-    def __iter__(self) -> Iterator[str]:
-        return (f"{folder}.{name}" for folder, names in self._folders.items() for name in names)
 
-    def __len__(self) -> int:
-        return sum(map(len, self._folders.values()))
+def of_one(tensors: TensorSource, prefix: str) -> TensorSource:
+    """The tensors under `prefix.name`, an expert's or a folder's, by their names alone."""
+    names = [name for name in tensors if name.startswith(f"{prefix}.")]
+    return Renamed(tensors, {name.removeprefix(f"{prefix}."): name for name in names})

@@ -16,6 +16,7 @@ from megatron_leangrpo.models.common.conversion import Renamed, TensorInfo, Tens
 CONFIG = "config.json"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
+PIPELINE_INDEX = "model_index.json"
 FLUX_CLASS = "FluxTransformer2DModel"
 WRAPPER_PREFIXES = ("_orig_mod.", "module.")
 GUIDANCE_TENSORS = "time_text_embed.guidance_embedder."

@@ -8,11 +8,13 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from megatron_leangrpo.models.common.lora_targets import LowRank
+
+_Value = TypeVar("_Value")
 
 METADATA = "lora_adapter_metadata"
 """Where diffusers keeps it in a safetensors file."""
@@ -51,7 +53,7 @@ def check_plain(config: Mapping[str, Any], file: Path, setting: str) -> None:
 def stated_alpha(projection: str, rank: int, configs: Mapping[str, Mapping[str, Any]]) -> float:
     """The alpha that gives PEFT's strength; without any statement alpha is the rank."""
     component, bare = component_of(projection)
-    config = configs.get(component, {})
+    config = configs.get(component or FIRST, {})
     try:
         patterns = config.get("alpha_pattern") or {}
         found = (v for p, v in patterns.items() if re.match(rf"(.*\.)?({p})$", bare))
@@ -63,29 +65,33 @@ def stated_alpha(projection: str, rank: int, configs: Mapping[str, Mapping[str, 
         raise ValueError(f"lora_alpha and alpha_pattern of {projection}: {error}") from error
 
 
-def component_of(projection: str) -> tuple[str, str]:
-    """The transformer that a projection is in, and its name there."""
-    component = SECOND if projection.startswith(f"{SECOND}.") else FIRST
-    return component, projection.removeprefix(f"{component}.")
+def component_of(name: str) -> tuple[str, str]:
+    """The transformer that stands before a name, or nothing, and the name without it."""
+    component = next((c for c in (FIRST, SECOND) if name.startswith(f"{c}.")), "")
+    return component, name.removeprefix(f"{component}.")
+
+
+def by_component(named: Mapping[str, _Value]) -> dict[str, dict[str, _Value]]:
+    """What belongs to each of a pipeline's transformers by name there; "" is the only one."""
+    components: dict[str, dict[str, _Value]] = {}
+    for name, value in named.items():
+        component, bare = component_of(name)
+        components.setdefault(component, {})[bare] = value
+    return components
 
 
 def names_in_file(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors as diffusers' pipelines want them named."""
-    return {".".join(component_of(name)): tensor for name, tensor in tensors.items()}
+    """The tensors of one transformer as diffusers' pipelines want them named.
+
+    The second's bear the first one's name, too: who loads a file says which of them it is for.
+    """
+    return {f"{FIRST}.{name}": tensor for name, tensor in tensors.items()}
 
 
 def metadata_for_diffusers(projections: Mapping[str, LowRank]) -> dict[str, str]:
-    """What diffusers reads rank and alpha from: PEFT's configuration of each transformer."""
-    components: dict[str, dict[str, LowRank]] = {}
-    for name, low in projections.items():
-        component, bare = component_of(name)
-        components.setdefault(component, {})[bare] = low
-    configs = {
-        f"{component}.{key}": value
-        for component, own in components.items()
-        for key, value in _peft_config(own).items()
-    }
-    return {METADATA: json.dumps(configs, indent=2, sort_keys=True)}
+    """What diffusers reads rank and alpha from: PEFT's configuration of the transformer."""
+    config = {f"{FIRST}.{key}": value for key, value in _peft_config(projections).items()}
+    return {METADATA: json.dumps(config, indent=2, sort_keys=True)}
 
 
 def _peft_config(projections: Mapping[str, LowRank]) -> dict[str, Any]:

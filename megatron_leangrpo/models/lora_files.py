@@ -17,7 +17,13 @@ import torch
 from megatron_leangrpo.models.common.lora_targets import A, B, LowRank, check_projections
 from megatron_leangrpo.models.common.weights import Rule
 from megatron_leangrpo.models.loading import WeightFiles, read_json
-from megatron_leangrpo.models.lora_config import FIRST, check_plain, read_metadata, stated_alpha
+from megatron_leangrpo.models.lora_config import (
+    FIRST,
+    SECOND,
+    check_plain,
+    read_metadata,
+    stated_alpha,
+)
 
 WEIGHTS = "pytorch_lora_weights.safetensors"
 _PEFT_WEIGHTS, _PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -82,25 +88,33 @@ class Names:
 
 def read_lora(path: str | Path, names: Names, setting: str = "lora.path") -> LoraFile:
     """Read a file or folder; ``ValueError`` unless all of it has a place in the model."""
-    found = StoredLora(path, setting)
-    file = found.file
     convert = _converter(names)
     projections: dict[str, LowRank] = {}
     tensors: dict[str, torch.Tensor] = {}
-    unknown = []
-    for module, low in found.modules.items():
-        parts = convert(module, *found.factors(module))
-        if parts is None:
-            unknown.append(module)
-            continue
-        for projection, own_a, own_b in parts:
-            if projection in projections:
-                raise ValueError(f"{setting}: {file} adapts {projection} twice")
-            projections[projection] = low
-            tensors[f"{projection}.{A}"] = own_a.contiguous()
-            tensors[f"{projection}.{B}"] = own_b.contiguous()
-    check_projections(unknown, names.known, f"{setting}: {file}")
+    for folder, found in stored_loras(Path(path), setting).items():
+        unknown = []
+        for module, low in found.modules.items():
+            name = f"{folder}.{bare_name(module)}" if folder else module
+            parts = convert(name, *found.factors(module))
+            if parts is None:
+                unknown.append(module)
+                continue
+            for projection, own_a, own_b in parts:
+                if projection in projections:
+                    raise ValueError(f"{setting}: {found.file} adapts {projection} twice")
+                projections[projection] = low
+                tensors[f"{projection}.{A}"] = own_a.contiguous()
+                tensors[f"{projection}.{B}"] = own_b.contiguous()
+        check_projections(unknown, names.known, f"{setting}: {found.file}")
     return LoraFile(projections, tensors)
+
+
+def stored_loras(path: Path, setting: str) -> dict[str, StoredLora]:
+    """The file at a path under "", or those of two transformers by their folders in it."""
+    folders = [name for name in (FIRST, SECOND) if _holds_lora(path / name)]
+    if not folders or _holds_lora(path):
+        return {"": StoredLora(path, setting)}
+    return {name: StoredLora(path / name, setting) for name in folders}
 
 
 class StoredLora:
@@ -145,10 +159,14 @@ def bare_name(module: str) -> str:
 def is_lora(path: Path, setting: str) -> bool:
     """Whether a path is that of a LoRA file or folder, going by names alone."""
     if path.is_dir():
-        return any((path / name).is_file() for name in (WEIGHTS, _PEFT_WEIGHTS))
+        return any(map(_holds_lora, (path, path / FIRST, path / SECOND)))
     if path.suffix != ".safetensors" or not path.is_file():
         return False
     return any(re.search(r"lora[_.]|lokr_|hada_", name) for name in WeightFiles(path, setting, ()))
+
+
+def _holds_lora(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (WEIGHTS, _PEFT_WEIGHTS))
 
 
 def _find(path: Path, setting: str) -> tuple[Path, dict[str, Any] | None]:

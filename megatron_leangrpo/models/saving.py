@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,13 @@ import torch
 from megatron_leangrpo.files import replaced_folder
 from megatron_leangrpo.models.common.conversion import InMemory, TensorInfo, TensorSource
 from megatron_leangrpo.models.common.lora_targets import LowRank
-from megatron_leangrpo.models.loading import CONFIG, INDEX, WEIGHTS
-from megatron_leangrpo.models.lora_config import metadata_for_diffusers, names_in_file
+from megatron_leangrpo.models.experts import of_one
+from megatron_leangrpo.models.loading import CONFIG, INDEX, PIPELINE_INDEX, WEIGHTS
+from megatron_leangrpo.models.lora_config import (
+    by_component,
+    metadata_for_diffusers,
+    names_in_file,
+)
 from megatron_leangrpo.models.lora_files import WEIGHTS as LORA_WEIGHTS
 
 MAX_SHARD_BYTES = 10 * 1000**3
@@ -50,21 +56,75 @@ def save_transformer_folder(
     or the disk has too little space.
     """
     source = tensors if isinstance(tensors, TensorSource) else InMemory(tensors)
+    with replaced_folder(Path(folder).absolute(), _OURS, setting) as temporary:
+        check_space(temporary, _size(source), setting)
+        return _write_transformer(temporary, config, source, max_shard_bytes)
+
+
+def save_pipeline_folders(
+    folder: str | Path,
+    config: Mapping[str, Any],
+    tensors: TensorSource,
+    names: Sequence[str],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    setting: str = "--output",
+) -> list[str]:
+    """Write transformers of one architecture into a pipeline folder, each into that of its name.
+
+    `tensors` are named `name.tensor`. The folders are replaced when all are complete; what else the
+    pipeline has stays. Otherwise like `save_transformer_folder`.
+    """
     folder = Path(folder).absolute()
+    _check_pipeline(folder, names, setting)
+    with ExitStack() as stack:
+        temporaries = [
+            stack.enter_context(replaced_folder(folder / name, _OURS, setting)) for name in names
+        ]
+        check_space(temporaries[0], _size(tensors), setting)
+        return [
+            f"{name}/{file}"
+            for name, temporary in zip(names, temporaries)
+            for file in _write_transformer(
+                temporary, config, of_one(tensors, name), max_shard_bytes
+            )
+        ]
+
+
+def _check_pipeline(folder: Path, names: Sequence[str], setting: str) -> None:
+    """Raise ``ValueError`` where a folder is neither a pipeline's nor an earlier export."""
+    if (folder / PIPELINE_INDEX).is_file() or not folder.is_dir():
+        return
+    left_over = tuple(f".{name}." for name in names)
+    foreign = sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.name not in (*names, "README.md") and not path.name.startswith(left_over)
+    )
+    if foreign:
+        raise ValueError(
+            f"{setting} = {folder} holds {foreign[0]} and no {PIPELINE_INDEX}; {', '.join(names)} "
+            "go into an empty or new folder, or into a pipeline's"
+        )
+
+
+def _write_transformer(
+    folder: Path, config: Mapping[str, Any], source: TensorSource, max_shard_bytes: int
+) -> list[str]:
     shards = _shards(source.layout, max_shard_bytes)
-    total = sum(info.num_bytes for info in source.layout.values())
-    with replaced_folder(folder, _OURS, setting) as temporary:
-        check_space(temporary, total, setting)
-        names = _file_names(len(shards))
-        for name, layout in zip(names, shards):
-            _write_file(temporary / name, layout, source)
-        if len(shards) > 1:
-            weight_map = {t: name for name, layout in zip(names, shards) for t in layout}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (temporary / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        text = json.dumps(dict(config), indent=2) + "\n"
-        (temporary / CONFIG).write_text(text, encoding="utf-8")
+    names = _file_names(len(shards))
+    for name, layout in zip(names, shards):
+        _write_file(folder / name, layout, source)
+    if len(shards) > 1:
+        weight_map = {t: name for name, layout in zip(names, shards) for t in layout}
+        index = {"metadata": {"total_size": _size(source)}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(dict(config), indent=2) + "\n"
+    (folder / CONFIG).write_text(text, encoding="utf-8")
     return names
+
+
+def _size(source: TensorSource) -> int:
+    return sum(info.num_bytes for info in source.layout.values())
 
 
 def check_space(folder: Path, needed: int, setting: str) -> None:
@@ -102,19 +162,35 @@ def save_lora_folder(
     projections: Mapping[str, LowRank],
     tensors: Mapping[str, torch.Tensor],
     setting: str = "--output",
-) -> Path:
+) -> list[Path]:
     """Write a folder that a diffusers pipeline's `load_lora_weights` takes; one process only.
 
-    `tensors` are A and B of every projection under PEFT's names. Returns the weight file. Replaces
-    an older export as a whole, and raises, like `save_transformer_folder`.
+    `tensors` are A and B of every projection under PEFT's names. Returns the weight files: where a
+    transformer's name stands before the projections', its adapters go into a folder of that name.
+    Replaces an older export as a whole, and raises, like `save_transformer_folder`.
     """
-    source = InMemory(names_in_file(tensors))
-    total = sum(info.num_bytes for info in source.layout.values())
-    with replaced_folder(Path(folder).absolute(), _OURS, setting) as temporary:
-        check_space(temporary, total, setting)
-        metadata = metadata_for_diffusers(projections)
-        _write_file(temporary / LORA_WEIGHTS, source.layout, source, metadata)
-    return Path(folder) / LORA_WEIGHTS
+    folder = Path(folder).absolute()
+    parts, numbers = by_component(projections), by_component(tensors)
+    if "" not in parts:
+        _check_adapters_of_two(folder, list(parts), setting)
+    with ExitStack() as stack:
+        for name, own in parts.items():
+            temporary = stack.enter_context(replaced_folder(folder / name, _OURS, setting))
+            source = InMemory(names_in_file(numbers[name]))
+            check_space(temporary, _size(source), setting)
+            metadata = metadata_for_diffusers(own)
+            _write_file(temporary / LORA_WEIGHTS, source.layout, source, metadata)
+    return [folder / name / LORA_WEIGHTS for name in parts]
+
+
+def _check_adapters_of_two(folder: Path, names: Sequence[str], setting: str) -> None:
+    """Refuse a pipeline, too: the adapters would take the place of its weights."""
+    if (folder / PIPELINE_INDEX).is_file():
+        raise ValueError(
+            f"{setting} = {folder} is a pipeline, whose weights adapters must not replace; give an "
+            "empty or new folder"
+        )
+    _check_pipeline(folder, names, setting)
 
 
 def _write_file(

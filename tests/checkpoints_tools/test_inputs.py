@@ -258,13 +258,6 @@ def test_what_holds_no_weights_is_refused(refused, tmp_path, flux):
     refused(tmp_path / "alone.safetensors", "config.json")
 
 
-def test_a_pipeline_of_two_transformers_asks_for_one(refused, tmp_path):
-    for name in ("transformer", "transformer_2"):
-        (tmp_path / "pipeline" / name).mkdir(parents=True)
-    (tmp_path / "pipeline" / "model_index.json").write_text("{}")
-    refused(tmp_path / "pipeline", "holds two transformers", "transformer_2", model="wan")
-
-
 def test_an_original_wan_without_a_number_of_heads_is_refused(refused, tmp_path):
     from megatron_leangrpo.models.common.conversion import Converted, InMemory
     from megatron_leangrpo.models.wan.weight_map import weight_rules

@@ -90,7 +90,7 @@ def test_a_pipeline_loads_our_file_at_the_trained_strength(models, tmp_path, alp
     tensors = _adapters(model, [n for n in projections if n not in wide]) | _adapters(
         model, wide, rank=2
     )
-    file = save_lora_folder(tmp_path / "lora", projections, tensors)
+    [file] = save_lora_folder(tmp_path / "lora", projections, tensors)
     assert [p.name for p in file.parent.iterdir()] == [WEIGHTS]
     found = read_lora(file.parent, names)
     assert found.projections == projections
@@ -113,7 +113,7 @@ def test_a_second_export_replaces_the_first_and_foreign_files_are_kept(models, t
     names, model = models["flux"]
     for prefix in ("transformer_blocks.0", "transformer_blocks.1"):
         chosen = {n: LowRank(RANK, 4.0) for n in names.known if n.startswith(f"{prefix}.attn")}
-        file = save_lora_folder(tmp_path / "lora", chosen, _adapters(model, list(chosen)))
+        [file] = save_lora_folder(tmp_path / "lora", chosen, _adapters(model, list(chosen)))
         assert all(name.startswith(f"transformer.{prefix}") for name in load_file(file))
     (tmp_path / "lora" / "mine.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"mine\.txt"):
