@@ -37,6 +37,7 @@ _BUILT_IN = (
     "ocr",
     "ocr_recognizer",
     "pickscore",
+    "video_align",
     "vlm_judge",
 )
 
