@@ -35,7 +35,7 @@ class Scorer:
         self.sample_shape = (*frames, 3, height, width)
         """Of a decoded picture or video."""
         verdicts = [getattr(r, "verdict", None) for r in reward.rewards.values()]
-        self.verdict: str = next(filter(None, verdicts), "correct")
+        self.verdict: str = " and ".join(filter(None, verdicts)) or "correct"
         self.warn: Callable[[str], None] = lambda text: None
         self.names = tuple(reward.weights)
         self.weights = tuple(float(weight) for weight in reward.weights.values())
