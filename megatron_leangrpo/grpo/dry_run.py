@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from megatron_leangrpo.conditioning.prompts import Prompt, PromptSampler
-from megatron_leangrpo.config import RunConfig
+from megatron_leangrpo.config import ModelConfig, RunConfig
 from megatron_leangrpo.grpo.adaptation import is_adapted
 from megatron_leangrpo.grpo.architecture import Architecture, resolve_architecture
 from megatron_leangrpo.grpo.config_checks import check_training
@@ -119,6 +119,9 @@ def check_and_describe(
     console.facts(f"{config.recipe}", facts)
     if config.grpo.schedule == "jagg" and not left_out:
         console.warning(_why_nothing_is_left_out(config))
+    scale = config.model.guidance_scale
+    if architecture.guidance_scale is None and scale != ModelConfig().guidance_scale:
+        console.warning(f"model.guidance_scale = {scale:g} is ignored: this model takes none")
     return config
 
 

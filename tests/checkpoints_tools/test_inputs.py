@@ -93,6 +93,21 @@ def test_a_single_file_beside_an_old_index_is_ambiguous(refused, plain, flux):
     refused(plain, f"holds both {WEIGHTS} and {INDEX}")
 
 
+@pytest.mark.parametrize("kind", ["missing", "truncated", "stale"])
+def test_what_is_not_imported_is_not_compared_or_listed_either(refuses, plain, flux, kind):
+    published.save_shards(plain, flux)
+    shard = plain / f"{published.STEM}-00002-of-00003.safetensors"
+    if kind == "missing":
+        shard.unlink()
+    elif kind == "truncated":
+        shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    else:
+        save_file(flux, plain / WEIGHTS)
+    part = f"holds both {WEIGHTS}" if kind == "stale" else str(shard)
+    refuses([part], "inspect", plain)
+    refuses([part], "verify", plain, plain)
+
+
 def test_a_pipeline_folder_means_its_transformer(imports_as, plain, flux, tmp_path):
     pipeline = tmp_path / "pipeline"
     shutil.copytree(plain, pipeline / "transformer")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -179,10 +180,10 @@ def test_a_checkpoint_of_a_run_is_exported_live_or_averaged(run, single_process,
     load_weights(newest_valid(run / "checkpoints").checkpoint, model, average)
     expected = export_diffusers_state_dict(model)
     # The run stands for its newest checkpoint.
-    source, _ = export_weights(str(run), str(tmp_path / "out"), average, 10**9)
-    assert source.step == 2
+    exported = export_weights(str(run), str(tmp_path / "out"), average, 10**9)
+    assert exported.step == 2
     assert published.same(published.read_folder(tmp_path / "out"), expected)
-    assert open_checkpoint(tmp_path / "out", "A").settings == source.settings
+    assert open_checkpoint(tmp_path / "out", "A").settings == open_checkpoint(run, "B").settings
 
 
 def test_live_and_average_weights_of_a_run_differ(run, tools):
@@ -191,9 +192,33 @@ def test_live_and_average_weights_of_a_run_differ(run, tools):
     assert tools("verify", run, run / "checkpoints" / "step_000002").status == 0
 
 
+def test_a_flux_without_guidance_is_trained_and_exported_as_one(
+    tools, tmp_path, monkeypatch, capfd
+):
+    without = partial(tiny.flux_smallest, guidance_embeds=False)
+    monkeypatch.setitem(tiny.PRESETS, "schnell_smallest", without)
+    config = tiny.tiny_config(
+        tiny.write_prompts(tmp_path),
+        model={"preset": "schnell_smallest", "guidance_scale": 2.0},
+        grpo={"iterations": 1},
+        checkpoint={"interval": 1},
+    )
+    run = tmp_path / "run"
+    tiny.train_command(tiny.write_recipe(config, tmp_path), [f"--output={run}"])
+    platform.destroy_distributed()
+    assert "model.guidance_scale = 2 is ignored" in "".join(capfd.readouterr())
+    assert tools("export", "--input", run, "--output", tmp_path / "out").status == 0
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert exported["guidance_embeds"] is False
+    assert not any("guidance" in name for name in published.read_folder(tmp_path / "out"))
+
+
 def test_the_model_of_a_run_is_found_in_its_base_or_asked_for(flux, refuses, run, tmp_path):
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     checkpoint = copy / "checkpoints" / "step_000002"
+    # Older checkpoints do not say it.
+    stated = (checkpoint / "config.json").read_bytes()
+    (checkpoint / "config.json").unlink()
     base = tmp_path / "base"
     published.save_folder(base / "transformer", flux)
     prompts = tiny.write_prompts(tmp_path)
@@ -206,6 +231,6 @@ def test_the_model_of_a_run_is_found_in_its_base_or_asked_for(flux, refuses, run
     refuses(["the base of the run", str(base), "config.json into"], "inspect", checkpoint)
     (copy / "config.yaml").unlink()
     refuses(["does not say which model it is"], "inspect", checkpoint)
-    config = to_diffusers_config(tiny.flux_smallest())
-    (checkpoint / "config.json").write_text(json.dumps(config))
+    (checkpoint / "config.json").write_bytes(stated)
+    assert json.loads(stated) == to_diffusers_config(tiny.flux_smallest())
     assert open_checkpoint(checkpoint, "A").step == 2
