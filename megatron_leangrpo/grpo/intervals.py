@@ -53,8 +53,10 @@ def mean_over_prompts(values: torch.Tensor, prompt_ids: Sequence[int]) -> Interv
     count = len(means)
     if count < 2:
         return Interval(float(means[0]) if count else math.nan, None, count)
-    error = float(means.std()) / math.sqrt(count)
-    return Interval(float(means.mean()), t_quantile(count - 1) * error, count)
+    half_width = t_quantile(count - 1) * float(means.std()) / math.sqrt(count)
+    # Squares of enormous scores overflow.
+    known_width = half_width if math.isfinite(half_width) else None
+    return Interval(float(means.mean()), known_width, count)
 
 
 def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:

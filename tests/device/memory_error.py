@@ -14,6 +14,7 @@ from megatron_leangrpo.grpo.architecture import resolve_architecture
 from megatron_leangrpo.grpo.commands import load
 from megatron_leangrpo.grpo.planning import batches_of, workload_of
 from megatron_leangrpo.planner.memory import peak_activations, rank_memory
+from megatron_leangrpo.planner.workload import Ranks
 from megatron_leangrpo.reporting.console import Console
 from megatron_leangrpo.reporting.sentences import byte_size
 
@@ -26,8 +27,8 @@ def main(report: str, recipe: str, *overrides: str) -> None:
     rows = []
     for name, row in json.loads(Path(report).read_text(encoding="utf-8"))["schedules"].items():
         # A comparison measures the second run, in which jagg approximates.
-        activations = peak_activations(work, batch, name, recompute, tp=1, approximated=True)
-        memory = rank_memory(work, batch, name, recompute, tp=1, dp=1)
+        activations = peak_activations(work, batch, name, recompute, Ranks(), approximated=True)
+        memory = rank_memory(work, batch, name, recompute, Ranks())
         rows += [
             _row(f"{name}, activations", row["peak_activation_bytes"], activations),
             _row(f"{name}, gradient buffers", row["gradient_buffer_bytes"], memory.gradients),
