@@ -161,14 +161,26 @@ class IterationRunner:
     ) -> list[WaveTrajectory]:
         """Roll out, score and train the first mini-batch; returns the others' trajectories."""
         pending: list[WaveTrajectory] = []
-        for wave in placement.waves:
-            trajectory = self._roll_out(wave, groups, iteration, timer, stats)
+
+        def rewarded(trajectory: WaveTrajectory, scores: Callable[[], torch.Tensor]) -> None:
             with timer.phase("reward"):
-                table.add_wave(wave, self.scorer(trajectory, groups))
+                table.add_wave(trajectory.wave, scores())
             pending.append(trajectory)
             with timer.phase("update"):
                 self._train_ready(pending, placement, table, stats)
-            self.on_wave(wave)
+            self.on_wave(trajectory.wave)
+
+        scoring: list[tuple[WaveTrajectory, Callable[[], torch.Tensor]]] = []
+        for wave in placement.waves:
+            trajectory = self._roll_out(wave, groups, iteration, timer, stats)
+            while scoring:
+                rewarded(*scoring.pop())
+            with timer.phase("reward"):
+                scoring.append((trajectory, self.scorer.submit(trajectory, groups)))
+            # Graphs do not wait for longer than they must; other waves are scored beside a rollout.
+            holds_graphs = self.schedule.keeps_graph and wave.minibatch == 0
+            if holds_graphs or wave is placement.waves[-1]:
+                rewarded(*scoring.pop())
         with timer.phase("update"):
             self.schedule.finish()
         return pending

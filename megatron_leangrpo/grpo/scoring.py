@@ -2,6 +2,8 @@
 """From final latents to rewards: decode, score, and share the scores with tensor-parallel peers."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from megatron_leangrpo.codecs.base import LatentCodec
 from megatron_leangrpo.conditioning.prompts import Prompt
 from megatron_leangrpo.grpo.placement import Group
 from megatron_leangrpo.grpo.trajectory import WaveTrajectory
-from megatron_leangrpo.rewards.registry import WeightedReward
+from megatron_leangrpo.rewards.registry import WeightedReward, WeightedScores
 
 
 class Scorer:
@@ -30,6 +32,7 @@ class Scorer:
         num_frames: int = 1,
     ) -> None:
         self.codec, self.reward = codec, reward
+        self._thread = ThreadPoolExecutor(1, "rewards")
         self.height, self.width = height, width
         frames = (num_frames,) if codec.makes_videos else ()
         self.sample_shape = (*frames, 3, height, width)
@@ -40,12 +43,18 @@ class Scorer:
         self.names = tuple(reward.weights)
         self.weights = tuple(float(weight) for weight in reward.weights.values())
 
-    def __call__(self, trajectory: WaveTrajectory, groups: Sequence[Group]) -> torch.Tensor:
-        """Return the rewards `[b, rewards]` of a wave in float64; NaN where one failed."""
-        prompts = [groups[slot.group].prompt for slot in trajectory.wave.slots]
-        return self.score(trajectory.latents, prompts)[0]
+    def submit(
+        self, trajectory: WaveTrajectory, groups: Sequence[Group]
+    ) -> Callable[[], torch.Tensor]:
+        """Decode a wave and score it on a thread of its own.
 
-    @torch.no_grad()
+        The function returned waits for the rewards `[b, rewards]` in float64, NaN where one failed,
+        and shares them; ranks that share trajectories call it at the same place.
+        """
+        prompts = [groups[slot.group].prompt for slot in trajectory.wave.slots]
+        finish = self._submit(trajectory.latents, prompts)
+        return lambda: finish()[0]
+
     def score(
         self, latents: torch.Tensor, prompts: Sequence[Prompt]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -54,13 +63,35 @@ class Scorer:
 
         Correctness is 1 or 0, or NaN where no reward has a verdict.
         """
-        columns = torch.zeros(len(prompts), len(self.names) + 1, dtype=torch.float64)
-        images, group = None, platform.trajectory_group()
-        if platform.group_rank(group) == 0:
+        return self._submit(latents, prompts)()
+
+    @torch.no_grad()
+    def _submit(
+        self, latents: torch.Tensor, prompts: Sequence[Prompt]
+    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        images, scores = None, None
+        if platform.group_rank(platform.trajectory_group()) == 0:
             images = self.codec.decode(latents, self.height, self.width)
-            scores = self.reward(
+            scores = self._thread.submit(self._reward, images, prompts)
+        return lambda: (*self._shared(scores, len(prompts)), images)
+
+    @torch.no_grad()
+    def _reward(self, images: torch.Tensor, prompts: Sequence[Prompt]) -> WeightedScores:
+        # The current device is a thread's own.
+        device = platform.device()
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return self.reward(
                 images, [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts]
             )
+
+    def _shared(
+        self, waiting: "Future[WeightedScores] | None", count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rewards and correctness on every rank that shares the trajectories."""
+        columns = torch.zeros(count, len(self.names) + 1, dtype=torch.float64)
+        group = platform.trajectory_group()
+        if waiting is not None:
+            scores = waiting.result()
             for failure in scores.failures:
                 self.warn(f"{failure}; its group is dropped")
             columns[:, :-1] = torch.stack([scores.parts[name] for name in self.names], dim=1)
@@ -69,4 +100,4 @@ class Scorer:
             columns = columns.to(platform.device())
             dist.broadcast(columns, src=dist.get_global_rank(group, 0), group=group)
             columns = columns.cpu()
-        return columns[:, :-1], columns[:, -1], images
+        return columns[:, :-1], columns[:, -1]

@@ -1,0 +1,96 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""Rewards are computed beside the next wave's rollout where no graph waits for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_leangrpo import platform
+from megatron_leangrpo.grpo import iteration as iteration_module
+from megatron_leangrpo.grpo.experiment import Experiment
+from megatron_leangrpo.grpo.scoring import Scorer
+from tests.grpo import tiny
+
+WAVES = 4
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> Iterator[str]:
+    """A prompt file; tests of one process share a world."""
+    yield tiny.write_prompts(tmp_path_factory.mktemp("prompts"))
+    platform.destroy_distributed()
+
+
+def start(prompts: str, **grpo: Any) -> Experiment:
+    """Two groups of four in waves of two."""
+    return tiny.start(tiny.tiny_config(prompts, grpo={"micro_batch_size": 2, **grpo}))
+
+
+class WaitsForTheNextRollout:
+    """A reward that is done only when the rollout of the wave after has begun."""
+
+    def __init__(self, rollouts: list[int], changed: threading.Condition) -> None:
+        self.rollouts, self.changed, self.calls = rollouts, changed, 0
+
+    def __call__(self, images, prompts, metadata) -> torch.Tensor:
+        self.calls += 1
+        needed = min(self.calls + 1, WAVES)
+        with self.changed:
+            began = self.changed.wait_for(lambda: len(self.rollouts) >= needed, timeout=60)
+        assert began, "the next wave waited for these rewards"
+        return tiny.SmoothReward()(images, prompts, metadata)
+
+
+def test_replay_rolls_out_the_next_wave_while_rewards_are_computed(prompts):
+    experiment = start(prompts, schedule="replay")
+    rollouts: list[int] = []
+    changed = threading.Condition()
+    (name,) = experiment.scorer.reward.rewards
+    experiment.scorer.reward.rewards[name] = WaitsForTheNextRollout(rollouts, changed)
+    roll_out = iteration_module.roll_out_wave
+
+    def recorded(policy, settings, wave, *others):
+        with changed:
+            rollouts.append(wave.index)
+            changed.notify_all()
+        return roll_out(policy, settings, wave, *others)
+
+    with mock.patch.object(iteration_module, "roll_out_wave", recorded):
+        tiny.first_gradient(experiment, "replay")
+    assert rollouts == list(range(WAVES))
+
+
+@pytest.mark.parametrize(
+    "grpo",
+    [{"schedule": "replay"}, {"schedule": "retain", "updates_per_rollout": 2}],
+    ids=["replay", "two updates"],
+)
+def test_weights_and_metrics_are_those_of_rewards_computed_at_once(prompts, grpo):
+    submit = Scorer.submit
+
+    def at_once(self, trajectory, groups):
+        scores = submit(self, trajectory, groups)()
+        return lambda: scores
+
+    found = []
+    for patch in (submit, at_once):
+        with mock.patch.object(Scorer, "submit", patch):
+            experiment = start(prompts, **grpo)
+            metrics = tiny.train(experiment, 2)
+        found.append((tiny.weights(experiment), metrics))
+    assert tiny.worst(found[0][0], found[1][0])[0] == 0
+    assert found[0][1] == found[1][1]
+
+
+def test_a_reward_that_raises_ends_the_iteration_with_its_error(prompts):
+    experiment = start(prompts, schedule="replay")
+    (name,) = experiment.scorer.reward.rewards
+    experiment.scorer.reward.rewards[name] = lambda images, prompts, metadata: 1 / 0
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        tiny.first_gradient(experiment, "replay")
