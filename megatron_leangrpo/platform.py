@@ -63,7 +63,7 @@ def initialize_distributed(
     if not dist.is_initialized():
         _start_world(timeout)
     if parallel_state.is_initialized():
-        _leave_megatron_groups()
+        leave_megatron_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_model_parallel_size,
         context_parallel_size=context_parallel_size,
@@ -122,8 +122,11 @@ def _start_world(timeout: timedelta) -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
-def _leave_megatron_groups() -> None:
-    """megatron only forgets its groups; each of them keeps three gloo threads that never rest."""
+def leave_megatron_groups() -> None:
+    """Forget the layout; safe without one.
+
+    megatron only forgets its groups, each of which keeps three gloo threads that never rest.
+    """
     from megatron.core import parallel_state
 
     groups = getattr(parallel_state, "_global_process_group_list", None) or ()
@@ -177,7 +180,7 @@ def destroy_distributed() -> None:
     """Leave megatron's groups and torch.distributed; safe to call when nothing was started."""
     if not dist.is_initialized():
         return
-    _leave_megatron_groups()
+    leave_megatron_groups()
     dist.destroy_process_group()
 
 

@@ -50,7 +50,11 @@ def _serve(rank: int, world_size: int, store_path: str, jobs: Connection) -> Non
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     with suppress(EOFError):
         while True:
-            search_path, module_name, module_path, function_name, arguments = jobs.recv()
+            job = jobs.recv()
+            if job is None:
+                _rest()
+                continue
+            search_path, module_name, module_path, function_name, arguments = job
             sys.path[:] = search_path
             try:
                 function = getattr(_import_from(module_name, module_path), function_name)
@@ -60,6 +64,15 @@ def _serve(rank: int, world_size: int, store_path: str, jobs: Connection) -> Non
             except BaseException:
                 result = False, traceback.format_exc()
             jobs.send(result)
+
+
+def _rest() -> None:
+    """Leave the groups of the last job: their threads wake up a hundred times a second each."""
+    # Importing megatron takes seconds.
+    if "megatron.core.parallel_state" in sys.modules:
+        from megatron_leangrpo import platform
+
+        platform.leave_megatron_groups()
 
 
 class RankPool:
@@ -102,6 +115,9 @@ class RankPool:
             for connection in ready:
                 rank = waiting[connection]
                 values[rank] = self._receive(rank, connection)
+        # Not before all are through: one may still be talking to another.
+        for connection in self._connections:
+            connection.send(None)
         return [values[rank] for rank in range(self.world_size)]
 
     def _receive(self, rank: int, connection: Connection) -> Any:
