@@ -52,8 +52,16 @@ class Scorer:
         and shares them; ranks that share trajectories call it at the same place.
         """
         prompts = [groups[slot.group].prompt for slot in trajectory.wave.slots]
-        finish = self._submit(trajectory.latents, prompts)
-        return lambda: finish()[0]
+        pictures, scores = self._submit(trajectory.latents, prompts)
+
+        def finish() -> torch.Tensor:
+            rewards, _ = self._shared(scores, len(prompts))
+            # Freed here: the caller trains with this function at hand, and what another thread
+            # frees is unknown to torch's profiler, with which peaks are measured on a CPU.
+            pictures.clear()
+            return rewards
+
+        return finish
 
     def score(
         self, latents: torch.Tensor, prompts: Sequence[Prompt]
@@ -63,26 +71,26 @@ class Scorer:
 
         Correctness is 1 or 0, or NaN where no reward has a verdict.
         """
-        return self._submit(latents, prompts)()
+        pictures, scores = self._submit(latents, prompts)
+        return *self._shared(scores, len(prompts)), pictures[0] if pictures else None
 
     @torch.no_grad()
     def _submit(
         self, latents: torch.Tensor, prompts: Sequence[Prompt]
-    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        images, scores = None, None
-        if platform.group_rank(platform.trajectory_group()) == 0:
-            images = self.codec.decode(latents, self.height, self.width)
-            scores = self._thread.submit(self._reward, images, prompts)
-        return lambda: (*self._shared(scores, len(prompts)), images)
+    ) -> "tuple[list[torch.Tensor], Future[WeightedScores] | None]":
+        """A list of a batch of pictures, and their scores to come; nothing on other ranks."""
+        if platform.group_rank(platform.trajectory_group()) != 0:
+            return [], None
+        pictures = [self.codec.decode(latents, self.height, self.width)]
+        return pictures, self._thread.submit(self._reward, pictures, prompts)
 
     @torch.no_grad()
-    def _reward(self, images: torch.Tensor, prompts: Sequence[Prompt]) -> WeightedScores:
+    def _reward(self, pictures: list[torch.Tensor], prompts: Sequence[Prompt]) -> WeightedScores:
         # The current device is a thread's own.
         device = platform.device()
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            return self.reward(
-                images, [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts]
-            )
+            texts = [prompt.text for prompt in prompts]
+            return self.reward(pictures[0], texts, [prompt.metadata for prompt in prompts])
 
     def _shared(
         self, waiting: "Future[WeightedScores] | None", count: int
