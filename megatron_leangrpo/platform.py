@@ -11,6 +11,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 _TP_SETTING = "parallel.tensor_model_parallel_size"
 _CP_SETTING = "parallel.context_parallel_size"
 _timeout_seconds = 600.0
+_Kept = TypeVar("_Kept", bound=dict)
 
 
 def is_host() -> bool:
@@ -131,7 +133,8 @@ def leave_megatron_groups() -> None:
 
     groups = getattr(parallel_state, "_global_process_group_list", None) or ()
     groups = [*groups, *_companions.values()]
-    _companions.clear()
+    for kept in _kept_with_groups:
+        kept.clear()
     parallel_state.destroy_model_parallel()
     for group in groups:
         # The list also has None for the world, and groups that this rank is not a member of.
@@ -139,7 +142,17 @@ def leave_megatron_groups() -> None:
             dist.destroy_process_group(group)
 
 
-_companions: dict[tuple[dist.ProcessGroup, str], dist.ProcessGroup] = {}
+_kept_with_groups: list[dict] = []
+
+
+def kept_with_groups(kept: _Kept) -> _Kept:
+    """A dict that is emptied when megatron's groups are left: nothing of one layout, or of one run
+    in this process, is there in the next."""
+    _kept_with_groups.append(kept)
+    return kept
+
+
+_companions: dict[tuple[dist.ProcessGroup, str], dist.ProcessGroup] = kept_with_groups({})
 
 
 def companion_group(
@@ -169,11 +182,6 @@ def _members_on_all(group: dist.ProcessGroup) -> list[tuple[int, ...]]:
     rows = [torch.empty_like(mine) for _ in range(world_size())]
     dist.all_gather(rows, mine)
     return [tuple(r for r in row.tolist() if r >= 0) for row in rows]
-
-
-def is_companion(group: dist.ProcessGroup) -> bool:
-    """Whether a companion group is still there."""
-    return any(group is companion for companion in _companions.values())
 
 
 def destroy_distributed() -> None:

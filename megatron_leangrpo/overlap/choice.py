@@ -83,8 +83,8 @@ class Choice:
     """With whole collectives, one after the other with the products."""
 
 
-_calibrations: dict[str, Calibration] = {}
-_choices: dict[tuple[str, Shape], Choice] = {}
+_calibrations: dict[str, Calibration] = platform.kept_with_groups({})
+_choices: dict[tuple[str, Shape], Choice] = platform.kept_with_groups({})
 
 
 def calibration_of_all_ranks(path: str) -> Calibration:
@@ -117,7 +117,7 @@ def choose(path: str, shape: Shape) -> Choice:
 
 
 def choices() -> dict[Shape, Choice]:
-    """What has been chosen so far."""
+    """What has been chosen so far, since megatron's groups were made."""
     return {shape: choice for (_, shape), choice in _choices.items()}
 
 

@@ -78,10 +78,6 @@ class TorchTransport:
         self._agreed: set[tuple[object, ...]] = set()
         self._warm_up()
 
-    def is_open(self) -> bool:
-        """False once megatron's groups have been left."""
-        return platform.is_companion(self._group)
-
     def _warm_up(self) -> None:
         """Connect all neighbours in one batch that every rank takes part in, as NCCL asks."""
         there, here = torch.zeros(2, 1, device=platform.device())
@@ -138,7 +134,7 @@ class TorchTransport:
         self._agreed.add(key)
 
 
-_transports: dict[tuple[dist.ProcessGroup, str], TorchTransport] = {}
+_transports: dict[tuple[dist.ProcessGroup, str], TorchTransport] = platform.kept_with_groups({})
 
 
 def transport_of(group: dist.ProcessGroup | None, purpose: str) -> Transport:
@@ -149,13 +145,9 @@ def transport_of(group: dist.ProcessGroup | None, purpose: str) -> Transport:
     if platform.group_size(group) == 1:
         return Alone()
     assert group is not None
-    known = _transports.get((group, purpose))
-    if known is None or not known.is_open():
-        known = TorchTransport(group, purpose, platform.timeout_seconds())
-        for key in [key for key, transport in _transports.items() if not transport.is_open()]:
-            del _transports[key]
-        _transports[group, purpose] = known
-    return known
+    if (group, purpose) not in _transports:
+        _transports[group, purpose] = TorchTransport(group, purpose, platform.timeout_seconds())
+    return _transports[group, purpose]
 
 
 class _TorchPending:

@@ -114,6 +114,28 @@ def test_ranks_choose_alike_and_the_result_is_the_linear(run_ranks, tmp_path):
     assert torch.equal(other[0], values) and other[1] == chosen
 
 
+def _two_runs(paths: list[str]) -> list:
+    chosen = [_auto(path)[1] for path in paths]
+    platform.initialize_distributed(2)
+    assert not choices()
+    return chosen
+
+
+def test_nothing_is_left_of_an_earlier_run_in_the_process(run_ranks, tmp_path):
+    """A run after another in one process: tests do so, and whoever calls us as a library."""
+    paths = [str(tmp_path / name) for name in ("slow.json", "fast.json")]
+    slow = dataclasses.replace(CARD, flops_per_second=2e10, link_bytes_per_second=1e9)
+    slow.save(paths[0])
+    dataclasses.replace(slow, link_bytes_per_second=1e15, link_latency_seconds=0.0).save(paths[1])
+    for first, second in run_ranks(2, _two_runs, paths):
+        assert len(first) == len(second) == 1
+        assert first[0].flash is not None and second[0].flash is None
+    # The same file, measured again.
+    slow.save(paths[1])
+    for first, second in run_ranks(2, _two_runs, paths):
+        assert first == second
+
+
 def _without_a_link(path: str) -> str:
     platform.initialize_distributed(2)
     try:
