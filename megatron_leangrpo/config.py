@@ -91,6 +91,12 @@ class ParallelConfig:
     context_parallel_size: int = 1
     """Ranks over which the tokens of a sample are sharded outside attention (Ulysses); inside,
     each has all tokens of its share of the heads."""
+    pipeline_model_parallel_size: int = 1
+    """Stages over which the transformer's blocks are split, each on ranks of its own."""
+    pipeline_split: list[int] | Literal["memory"] | None = None
+    """Blocks of each stage, such as [10, 15, 16, 16]; null balances time, memory the weights."""
+    pipeline_waves_in_flight: int = 0
+    """Waves that are on their way through the stages at once; 0: as many as there are stages."""
     sequence_parallel: bool = True
     """Shard tokens between the linears over the tensor-parallel ranks; without effect at size 1."""
     timeout_seconds: int = 600

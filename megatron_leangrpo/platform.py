@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 _TP_SETTING = "parallel.tensor_model_parallel_size"
 _CP_SETTING = "parallel.context_parallel_size"
+_PP_SETTING = "parallel.pipeline_model_parallel_size"
 _timeout_seconds = 600.0
 _Kept = TypeVar("_Kept", bound=dict)
 
@@ -45,6 +46,7 @@ def initialize_distributed(
     tensor_model_parallel_size: int = 1,
     timeout_seconds: float = 600,
     context_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
 ) -> None:
     """Start torch.distributed (torchrun's environment, or one process alone) and megatron's groups.
 
@@ -53,7 +55,7 @@ def initialize_distributed(
     """
     from megatron.core import parallel_state
 
-    global _timeout_seconds
+    global _timeout_seconds, _trajectory_group
     _timeout_seconds = timeout_seconds
     adapt_megatron_to_host()
     timeout = timedelta(seconds=timeout_seconds)
@@ -61,7 +63,12 @@ def initialize_distributed(
         check_local_rank(device().index, torch.cuda.device_count())
         torch.cuda.set_device(device())
     world = dist.get_world_size() if dist.is_initialized() else _launched_processes()
-    check_layout(world, tensor_model_parallel_size, context_parallel_size)
+    layout = (
+        tensor_model_parallel_size,
+        context_parallel_size,
+        pipeline_model_parallel_size,
+    )
+    check_layout(world, *layout)
     if not dist.is_initialized():
         _start_world(timeout)
     if parallel_state.is_initialized():
@@ -69,11 +76,34 @@ def initialize_distributed(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_model_parallel_size,
         context_parallel_size=context_parallel_size,
+        pipeline_model_parallel_size=pipeline_model_parallel_size,
         distributed_timeout_minutes=timeout_seconds / 60,
         # There are no word embeddings to keep equal between pipeline stages.
         get_embedding_ranks=lambda ranks, *_: ranks[:1],
         get_position_embedding_ranks=lambda ranks, *_: ranks[:1],
     )
+    if pipeline_model_parallel_size > 1:
+        _trajectory_group = _over_stages(layout, timeout)
+
+
+def _over_stages(layout: tuple[int, int, int], timeout: timedelta) -> dist.ProcessGroup:
+    """The tensor, context and pipeline parallel ranks of this one; megatron leaves out context.
+
+    It ends with megatron's groups. The first stage's ranks come first.
+    """
+    from megatron.core import parallel_state
+
+    tensor, context, pipeline = layout
+    data = dist.get_world_size() // (tensor * context * pipeline)
+    ranks = parallel_state.RankGenerator(
+        tp=tensor, ep=1, dp=data, pp=pipeline, cp=context, order="tp-cp-ep-dp-pp"
+    )
+    own = None
+    for members in ranks.get_ranks("tp-cp-pp"):
+        group = parallel_state.create_group(members, timeout=timeout)
+        own = group if rank() in members else own
+    assert own is not None
+    return own
 
 
 def timeout_seconds() -> float:
@@ -91,23 +121,28 @@ def check_local_rank(local_rank: int, devices: int) -> None:
 
 
 def check_layout(
-    world: int, tensor_model_parallel_size: int, context_parallel_size: int = 1
+    world: int,
+    tensor_model_parallel_size: int,
+    context_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
 ) -> None:
     """Raise ValueError unless the sizes divide the number of processes."""
     processes = f"{world} process{'es' if world > 1 else ''} of this run"
-    left = world
+    left, each = world, ""
     for setting, size in (
         (_TP_SETTING, tensor_model_parallel_size),
         (_CP_SETTING, context_parallel_size),
+        (_PP_SETTING, pipeline_model_parallel_size),
     ):
         valid = [n for n in range(1, left + 1) if left % n == 0]
         if size not in valid:
-            each = "" if left == world else f" / {_TP_SETTING} = {left}"
+            quotient = f"{each} = {left}" if left < world else ""
             raise ValueError(
-                f"{setting} is {size}, which does not divide the {processes}{each}; valid values: "
-                f"{', '.join(map(str, valid))}"
+                f"{setting} is {size}, which does not divide the {processes}{quotient}; "
+                f"valid values: {', '.join(map(str, valid))}"
             )
         left //= size
+        each += f" / {setting}" if size > 1 else ""
 
 
 def _launched_processes() -> int:
@@ -131,6 +166,8 @@ def leave_megatron_groups() -> None:
     """
     from megatron.core import parallel_state
 
+    global _trajectory_group
+    _trajectory_group = None
     groups = getattr(parallel_state, "_global_process_group_list", None) or ()
     groups = [*groups, *_companions.values()]
     for kept in _kept_with_groups:
@@ -141,6 +178,9 @@ def leave_megatron_groups() -> None:
         if group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)
 
+
+_trajectory_group: dist.ProcessGroup | None = None
+"""Of a pipeline; without one it is megatron's."""
 
 _kept_with_groups: list[dict] = []
 
@@ -236,9 +276,22 @@ def dp_cp_group() -> dist.ProcessGroup | None:
     return _megatron_group("get_data_parallel_group", with_context_parallel=True)
 
 
-def trajectory_group() -> dist.ProcessGroup | None:
-    """The ranks that work on the same trajectories, tensor and context parallel."""
+def pp_group() -> dist.ProcessGroup | None:
+    """The pipeline-parallel group of this rank, or None before megatron's groups exist."""
+    return _megatron_group("get_pipeline_model_parallel_group")
+
+
+def stage_group() -> dist.ProcessGroup | None:
+    """The ranks of one pipeline stage that work on the same trajectories."""
     return _megatron_group("get_tensor_and_context_parallel_group")
+
+
+def trajectory_group() -> dist.ProcessGroup | None:
+    """The ranks that work on the same trajectories: tensor, context and pipeline parallel.
+
+    The first one is on the first stage.
+    """
+    return stage_group() if _trajectory_group is None else _trajectory_group
 
 
 def _megatron_group(getter: str, **options: bool) -> dist.ProcessGroup | None:
@@ -293,6 +346,16 @@ def tp_size() -> int:
 def tp_rank() -> int:
     """Rank in the tensor-parallel group."""
     return group_rank(tp_group())
+
+
+def pp_size() -> int:
+    """Pipeline-parallel size: the number of stages."""
+    return group_size(pp_group())
+
+
+def pp_rank() -> int:
+    """Rank in the pipeline-parallel group: the stage."""
+    return group_rank(pp_group())
 
 
 def dp_size() -> int:

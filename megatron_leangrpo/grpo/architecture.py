@@ -40,6 +40,7 @@ from megatron_leangrpo.models.loading import (
     read_transformer_config,
 )
 from megatron_leangrpo.overlap.settings import OverlapSettings
+from megatron_leangrpo.pipeline.stages import Stage
 from megatron_leangrpo.precision.recipe import Fp8Settings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -123,17 +124,18 @@ class Architecture:
 
     @cached_property
     def on_meta(self) -> torch.nn.Module:
-        """A rank's share without memory, of the layout this process is in: alone, all of it."""
+        """A rank's share of all blocks without memory, of the layout this process is in."""
         with torch.device("meta"):
             layout = {
                 "tensor_model_parallel_size": platform.tp_size(),
                 "context_parallel_size": platform.group_size(platform.cp_group()),
             }
-            return self._build(replace(self.config, **layout))
+            whole = Stage.whole(self.config.num_blocks)
+            return self._build(replace(self.config, **layout), whole)
 
-    def _build(self, settings: TransformerSettings) -> torch.nn.Module:
+    def _build(self, settings: TransformerSettings, stage: Stage | None = None) -> torch.nn.Module:
         """The policy's model: a transformer, or both experts."""
-        transformers = [self.family.build(settings) for _ in settings.transformer_folders]
+        transformers = [self.family.build(settings, stage) for _ in settings.transformer_folders]
         if len(transformers) == 1:
             return transformers[0]
         return Experts(*transformers, settings.expert_boundary, self.expert_offload)
@@ -168,12 +170,14 @@ def resolve_architecture(config: RunConfig, needs_weights: bool = True) -> Archi
     Without `needs_weights` a preset stands in for a base that is not on this machine.
     """
     model, parallel = config.model, config.parallel
-    family = model_family(model.family)
+    family, split = model_family(model.family), parallel.pipeline_split
     overrides = {
         "params_dtype": DTYPES[model.dtype],
         "recompute_granularity": model.recompute_granularity,
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "context_parallel_size": parallel.context_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "pipeline_split": tuple(split) if isinstance(split, list) else split,
         "sequence_parallel": parallel.sequence_parallel,
         "overlap": OverlapSettings(**asdict(config.overlap)),
     }

@@ -227,6 +227,7 @@ def _start(config: RunConfig, note: str | None, alone: bool = False) -> Console:
             parallel.tensor_model_parallel_size,
             timeout_seconds=parallel.timeout_seconds,
             context_parallel_size=parallel.context_parallel_size,
+            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         )
     console = Console(enabled=platform.is_logging_rank())
     if note:

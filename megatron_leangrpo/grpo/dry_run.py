@@ -49,11 +49,12 @@ def check_run(config: RunConfig, world_size: int, needs_weights: bool = True) ->
     """Raise ``ValueError`` for whatever can be seen to be wrong without reading a weight."""
     grpo, parallel = config.grpo, config.parallel
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    check_layout(world_size, tp, cp)
+    pp = parallel.pipeline_model_parallel_size
+    check_layout(world_size, tp, cp, pp)
     check_placement(
         grpo.prompts_per_iteration,
         grpo.group_size,
-        world_size // (tp * cp),
+        world_size // (tp * cp * pp),
         grpo.placement,
         grpo.updates_per_rollout,
     )
@@ -77,13 +78,14 @@ def check_and_describe(
     Returns the configuration with a schedule in the place of `auto`.
 
     Without `world_size` this is a dry run: weights need not be on this machine, and the ranks are
-    those of the environment variable WORLD_SIZE, or else one tensor-parallel group.
+    those of the environment variable WORLD_SIZE, or else those of one copy of the model.
     """
     dry_run = world_size is None
     tp = config.parallel.tensor_model_parallel_size
     cp = config.parallel.context_parallel_size
-    world = int(os.environ.get("WORLD_SIZE", tp * cp)) if world_size is None else world_size
-    dp = world // (tp * cp)
+    pp = config.parallel.pipeline_model_parallel_size
+    world = int(os.environ.get("WORLD_SIZE", tp * cp * pp)) if world_size is None else world_size
+    dp = world // (tp * cp * pp)
     check_training(config)
     check_fp8_training(config)
     checked = check_run(config, world, needs_weights=not dry_run)
@@ -101,6 +103,7 @@ def check_and_describe(
         **_describe_adapters(config, architecture),
         "layout": f"{world} rank{'s' if world > 1 else ''}: tensor parallel {tp}, "
         + (f"context parallel {cp}, " if cp > 1 else "")
+        + (f"pipeline parallel {pp} (blocks {_split(architecture)}), " if pp > 1 else "")
         + f"data parallel {dp}",
         **_describe_size(config, checked),
         "steps": f"{config.sampling.num_steps}, of which {trained_steps} are "
@@ -123,6 +126,13 @@ def check_and_describe(
     if architecture.guidance_scale is None and scale != ModelConfig().guidance_scale:
         console.warning(f"model.guidance_scale = {scale:g} is ignored: this model takes none")
     return config
+
+
+def _split(architecture: Architecture) -> str:
+    """Blocks of each stage."""
+    settings = architecture.config
+    stages = range(settings.pipeline_model_parallel_size)
+    return " + ".join(str(len(settings.stage(n).blocks)) for n in stages)
 
 
 def _backwards_left_out(config: RunConfig, checked: CheckedRun, dp_size: int) -> float:

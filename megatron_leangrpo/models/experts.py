@@ -11,6 +11,8 @@ import torch
 
 from megatron_leangrpo.models.common.conversion import Renamed, TensorInfo, TensorSource
 from megatron_leangrpo.models.common.weights import Rule
+from megatron_leangrpo.pipeline.stages import Stage
+from megatron_leangrpo.pipeline.transport import Boundary
 
 NAMES = ("high", "low")
 """The experts from high to low noise: prefixes of parameter names, suffixes of metrics."""
@@ -26,20 +28,56 @@ class Experts(torch.nn.Module):
         self, high: torch.nn.Module, low: torch.nn.Module, boundary: float, offload: bool = False
     ) -> None:
         super().__init__()
-        self.high, self.low, self.boundary, self.offload = high, low, boundary, offload
+        self.high, self.low, self.noise_boundary, self.offload = high, low, boundary, offload
         self._weights = {high: WeightsInHost(high), low: WeightsInHost(low)}
         self._swaps = False
 
     def forward(self, latents: torch.Tensor, timestep: torch.Tensor, *inputs: Any, **named: Any):
         """What the expert for `timestep` returns; all rows of a batch belong to one expert."""
-        is_high = runs_high(timestep, self.boundary)
+        used, idle = self._on_device_for(timestep)
+        velocity = used(latents, timestep, *inputs, **named)
+        self._need_in_backward((velocity,), used, idle)
+        return velocity
+
+    def run_stage(
+        self, state: Sequence[torch.Tensor], timestep: torch.Tensor, *inputs: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """What a stage of the expert for `timestep` returns."""
+        used, idle = self._on_device_for(timestep)
+        outputs = used.run_stage(state, timestep, *inputs)
+        self._need_in_backward(outputs, used, idle)
+        return outputs
+
+    @property
+    def stage(self) -> Stage:
+        """Both experts are cut alike."""
+        return self.high.stage
+
+    def boundary(self, *inputs: Any, **options: bool) -> Boundary:
+        """What a stage of either expert hands to the next one."""
+        return self.high.boundary(*inputs, **options)
+
+    def received(self, *inputs: Any, **options: bool) -> Boundary:
+        """What a stage of either expert gets from the one before it."""
+        return self.high.received(*inputs, **options)
+
+    def _on_device_for(self, timestep: torch.Tensor) -> tuple[torch.nn.Module, torch.nn.Module]:
+        """The expert for a noise level and the idle one."""
+        is_high = runs_high(timestep, self.noise_boundary)
         used, idle = (self.high, self.low) if is_high else (self.low, self.high)
         self._put_on_device(used, idle)
-        velocity = used(latents, timestep, *inputs, **named)
-        if self._swaps and velocity.requires_grad:
-            # The backward needs the weights back before it enters this expert.
-            velocity.register_hook(lambda gradient: self._put_on_device(used, idle))
-        return velocity
+        return used, idle
+
+    def _need_in_backward(
+        self, outputs: Sequence[torch.Tensor], used: torch.nn.Module, idle: torch.nn.Module
+    ) -> None:
+        """Have a backward bring the weights back before it enters the expert.
+
+        Of several outputs any may be the first to be gone back from.
+        """
+        for output in outputs:
+            if self._swaps and output.grad_fn is not None:
+                output.register_hook(lambda gradient: self._put_on_device(used, idle))
 
     def _put_on_device(self, used: torch.nn.Module, idle: torch.nn.Module) -> None:
         if self._swaps:

@@ -56,8 +56,9 @@ class ModelFamily:
     """Architectures by name; keyword arguments override fields."""
     from_diffusers_config: Callable[..., TransformerSettings]
     """A `config.json` and overrides to a configuration."""
-    build: Callable[[Any], torch.nn.Module]
-    """A configuration to this rank's share of the model, weights unset."""
+    build: Callable[..., torch.nn.Module]
+    """A configuration, and a pipeline stage where it is not this rank's, to this rank's share of
+    the model, weights unset."""
     weight_rules: Callable[[Any], Sequence[Rule]]
     """A configuration to the table of its weights: ours and diffusers'."""
     describe: Callable[[Any], str]

@@ -2,10 +2,46 @@
 """Which stage of a pipeline has which blocks."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 SPLIT_SETTING = "parallel.pipeline_split"
 SIZE_SETTING = "parallel.pipeline_model_parallel_size"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a pipeline and its blocks.
+
+    What embeds the inputs comes before the first stage's blocks, what makes the velocity after the
+    last stage's.
+    """
+
+    index: int
+    stages: int
+    blocks: range
+    """Blocks are counted from the first one of the transformer."""
+
+    @classmethod
+    def whole(cls, blocks: int) -> "Stage":
+        """All of a transformer."""
+        return cls(0, 1, range(blocks))
+
+    @classmethod
+    def of(cls, split: Sequence[int], index: int) -> "Stage":
+        """The stage `index` of a split."""
+        begin = sum(split[:index])
+        return cls(index, len(split), range(begin, begin + split[index]))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether latents enter here."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the velocity leaves here."""
+        return self.index == self.stages - 1
 
 
 def check_stages(stages: int, blocks: int) -> None:

@@ -56,7 +56,7 @@ def test_each_gradient_is_that_of_one_transformer_on_the_steps_that_are_its_own(
     runner.schedule.backward = keep
     runner.run(0, experiment.sampler.batch(0))
     found = {name: p.main_grad.clone() for name, p in experiment.policy.model.named_parameters()}
-    boundary = experiment.policy.model.boundary
+    boundary = experiment.policy.model.noise_boundary
     for name, expert in zip(NAMES, transformers_of(experiment.policy.model)):
         # Its own gradients, not megatron's buffers.
         alone = _copy_without_buffers(expert)

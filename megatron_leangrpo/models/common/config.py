@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from megatron_leangrpo.overlap.settings import OverlapSettings
+from megatron_leangrpo.pipeline.stages import Stage, balanced_split, check_split, time_costs
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -44,6 +45,10 @@ class TransformerSettings:
     """Ranks over which tokens are sharded outside attention and heads inside (Ulysses)."""
     tensor_model_parallel_size: int = 1
     """Ranks over which heads and features are sharded."""
+    pipeline_model_parallel_size: int = 1
+    """Stages over which the blocks are split."""
+    pipeline_split: tuple[int, ...] | Literal["memory"] | None = None
+    """Blocks of each stage; None balances their time, memory their weights."""
     sequence_parallel: bool = False
     """Shard the tokens between the linears over the same ranks; without effect on one rank."""
     overlap: OverlapSettings = field(default_factory=OverlapSettings)
@@ -58,6 +63,30 @@ class TransformerSettings:
     def transformer_folders(self) -> tuple[str, ...]:
         """The folders of a diffusers pipeline that hold the weights."""
         return ("transformer", "transformer_2")[: self.experts]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the transformer, between which it may be cut."""
+        return len(self.block_weights)
+
+    @property
+    def block_weights(self) -> tuple[int, ...]:
+        """Weights of every block, but for biases and norms."""
+        raise NotImplementedError
+
+    def stage(self, index: int) -> Stage:
+        """A stage of the pipeline; ``ValueError`` for a split that cannot be."""
+        stages, split = self.pipeline_model_parallel_size, self.pipeline_split
+        if split is None:
+            # Every block multiplies every token with as many weights: FLUX's double blocks have two
+            # sets, each for tokens of its own. Of what is left over the last stages, which hold the
+            # fewest graphs, have one block more.
+            split = balanced_split(time_costs([1.0] * self.num_blocks, stages))
+        elif split == "memory":
+            split = balanced_split([self.block_weights] * stages)
+        else:
+            split = check_split(split, stages, self.num_blocks)
+        return Stage.of(split, index)
 
     @property
     def pooled_projection_dim(self) -> int:
@@ -100,8 +129,9 @@ class TransformerSettings:
         return groups + 1, rows, columns
 
     def check_layout(self, hidden: int, heads: int) -> None:
-        """Raise ``ValueError`` for heads, experts, recomputation or a layout that cannot be."""
+        """Raise ``ValueError`` for sizes, recomputation or a layout that cannot be."""
         self._check_experts()
+        self.stage(0)
         if hidden % heads:
             raise ValueError(f"hidden_size {hidden} is not a multiple of {heads} attention heads")
         if self.recompute_granularity not in RECOMPUTE_GRANULARITIES:

@@ -46,7 +46,7 @@ def use_fp8(transformer: torch.nn.Module, settings: Fp8Settings) -> None:
             slots = operands.slot + 1
             setattr(linear, attribute, operands)
         shared = operands.input_slot if shares else None
-    if settings.is_delayed:
+    if settings.is_delayed and linears:
         with torch.device(linears[0].bias.device):
             transformer.fp8_scales = DelayedScales(slots, settings)
         for linear in linears:
@@ -67,15 +67,17 @@ def _ranks_of_input(linear: Linear) -> torch.distributed.ProcessGroup | None:
 
 def fp8_linears(transformer: torch.nn.Module, first_last: int) -> list[Linear]:
     """The linears of tokens in all blocks but the `first_last` at either end."""
-    blocks = [block for name in _BLOCKS for block in getattr(transformer, name, ())]
-    if 2 * first_last >= len(blocks):
+    blocks = [block for name in _BLOCKS for block in getattr(transformer, name, {}).values()]
+    count = transformer.config.num_layers
+    if 2 * first_last >= count:
         raise ValueError(
-            f"fp8.first_last_blocks_bf16 = {first_last} leaves none of the {len(blocks)} blocks in "
-            f"FP8; valid: 0 to {(len(blocks) - 1) // 2}"
+            f"fp8.first_last_blocks_bf16 = {first_last} leaves none of the {count} blocks in "
+            f"FP8; valid: 0 to {(count - 1) // 2}"
         )
     return [
         module
-        for block in blocks[first_last : len(blocks) - first_last]
+        for number, block in zip(transformer.stage.blocks, blocks, strict=True)
+        if first_last <= number < count - first_last
         for module in block.modules()
         if isinstance(module, RowParallelLinear | JoinedRowParallelLinear)
         or (isinstance(module, ColumnParallelLinear) and module.takes_tokens)

@@ -1,7 +1,7 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """What every transformer here does with its tokens and its blocks."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,19 +13,78 @@ from megatron_leangrpo import platform
 from megatron_leangrpo.models.common.config import TransformerSettings
 from megatron_leangrpo.parallel.mappings import gather_tokens, scatter_tokens
 from megatron_leangrpo.parallel.tokens import pad_tokens
+from megatron_leangrpo.pipeline.stages import Stage
+from megatron_leangrpo.pipeline.transport import Boundary
 
 
 class ShardedTransformer(MegatronModule):
-    """Under sequence parallelism each rank holds its share of the tokens between projections."""
+    """A transformer, or the blocks of one pipeline stage.
 
-    def __init__(self, settings: TransformerSettings, config: TransformerConfig) -> None:
+    Under sequence parallelism each rank holds its share of the tokens between projections.
+    """
+
+    def __init__(
+        self,
+        settings: TransformerSettings,
+        config: TransformerConfig,
+        stage: Stage | None = None,
+    ) -> None:
+        """`stage` is this rank's where none is given."""
         super().__init__(config)
+        if stage is None:
+            assert platform.pp_size() == settings.pipeline_model_parallel_size
+            stage = settings.stage(platform.pp_rank())
+        self.stage = stage
         assert config.hidden_dropout == 0.0 and config.attention_dropout == 0.0
         self.tp_group = platform.tp_group()
         self.cp_group = platform.cp_group()
         assert platform.group_size(self.tp_group) == settings.tensor_model_parallel_size
         assert platform.group_size(self.cp_group) == settings.context_parallel_size
         self.recomputes_blocks = settings.recompute_granularity == "full"
+
+    def forward(
+        self, latents: torch.Tensor, timestep: torch.Tensor, conditioning: Any, grid: Any
+    ) -> torch.Tensor:
+        """The velocity of the whole transformer, see `run_stage`."""
+        assert self.stage.stages == 1, "a stage of a pipeline has no velocity of its own"
+        (velocity,) = self.run_stage((latents,), timestep, conditioning, grid)
+        return velocity
+
+    def run_stage(
+        self,
+        state: tuple[torch.Tensor, ...],
+        timestep: torch.Tensor,
+        conditioning: Any,
+        grid: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        """What this stage makes of `(latents,)`, or of what the stage before it made."""
+        raise NotImplementedError
+
+    def boundary(self, rows: int, conditioning: Any, grid: Any, **options: bool) -> Boundary:
+        """What this stage hands to the next one for `rows` samples; empty on the last stage."""
+        if self.stage.is_last:
+            return ()
+        return self.state_before(self.stage.blocks.stop, rows, conditioning, grid, **options)
+
+    def received(self, rows: int, conditioning: Any, grid: Any, **options: bool) -> Boundary:
+        """What this stage gets from the one before it; empty on the first stage."""
+        if self.stage.is_first:
+            return ()
+        return self.state_before(self.stage.blocks.start, rows, conditioning, grid, **options)
+
+    def state_before(self, block: int, rows: int, conditioning: Any, grid: Any) -> Boundary:
+        """The state that enters a block, as this rank holds it; of `conditioning` only shapes."""
+        raise NotImplementedError
+
+    def build_blocks(
+        self, build: Callable[[], torch.nn.Module], first: int, count: int
+    ) -> torch.nn.ModuleDict:
+        """Those of a family's `count` blocks, the transformer's from `first` on, that are here.
+
+        They have the names of the whole transformer, by which weights are found.
+        """
+        numbers = [n for n in range(count) if first + n in self.stage.blocks]
+        return torch.nn.ModuleDict({str(n): build() for n in numbers})
 
     @property
     def sequence_shards(self) -> int:

@@ -8,6 +8,7 @@ full tensors; how a parameter is sharded is read from the attributes megatron pu
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,10 +79,10 @@ def load_full_tensors(
     Raises ValueError for missing or unknown tensors before any weight changes, and for a misshapen
     one when it is read.
     """
-    parameters = _checked_parameters(model, rules)
+    parameters, own = _own_parameters(model, rules)
     shapes = check_names(model, rules, tensors, setting)
     with torch.no_grad():
-        for rule in rules:
+        for rule in own:
             theirs = tuple(tensors[name] for name in rule.theirs)
             for name, tensor in zip(rule.theirs, theirs):
                 if tensor.shape != shapes[name]:
@@ -100,16 +101,21 @@ def check_names(
     tensors: Mapping[str, torch.Tensor],
     setting: str = "model.base",
 ) -> dict[str, torch.Size]:
-    """The shapes that full tensors must have; ValueError for missing or unknown ones."""
-    shapes = full_shapes(model, rules)
-    _refuse(setting, "misses", sorted(set(shapes) - set(tensors)))
-    _refuse(setting, "has unknown", sorted(set(tensors) - set(shapes)))
-    return shapes
+    """The shapes that full tensors of this stage must have.
+
+    ValueError for missing or unknown ones of the whole model.
+    """
+    names = {name for rule in rules for name in rule.theirs}
+    _refuse(setting, "misses", sorted(names - set(tensors)))
+    _refuse(setting, "has unknown", sorted(set(tensors) - names))
+    return full_shapes(model, rules)
 
 
 def initialise(model: torch.nn.Module, rules: Sequence[Rule], seed: int) -> None:
     """Random weights, the same in every layout."""
-    load_full_tensors(model, rules, random_weights(full_shapes(model, rules), seed))
+    shapes = dict.fromkeys(name for rule in rules for name in rule.theirs)
+    shapes.update(full_shapes(model, rules))
+    load_full_tensors(model, rules, random_weights(shapes, seed))
 
 
 def random_weights(shapes: Mapping[str, torch.Size], seed: int) -> NamedDraws:
@@ -136,25 +142,25 @@ def full_tensors(
     rules: Sequence[Rule],
     read: Callable[[torch.nn.Parameter], torch.Tensor] = lambda parameter: parameter.detach(),
 ) -> dict[str, torch.Tensor]:
-    """Full tensors under diffusers' names, gathered over tensor-parallel ranks.
+    """Full tensors under diffusers' names, gathered over tensor-parallel ranks and stages.
 
     Collective; every rank gets all of them. `read` picks what is exported of a parameter, a tensor
     shaped like it. The tensors share no memory with the model.
     """
-    parameters = _checked_parameters(model, rules)
+    parameters, own = _own_parameters(model, rules)
     exported = {}
-    for rule in rules:
+    for rule in own:
         full = tuple(_gather(read(parameters[n]), parameters[n]) for n in rule.ours)
         for name, tensor in zip(rule.theirs, rule.to_theirs(full)):
             exported[name] = tensor.clone(memory_format=torch.contiguous_format)
-    return exported
+    return of_all_stages(exported) if is_part(model) else exported
 
 
 def full_shapes(model: torch.nn.Module, rules: Sequence[Rule]) -> dict[str, torch.Size]:
-    """The shapes of all full tensors under diffusers' names; nothing is allocated."""
-    parameters = _checked_parameters(model, rules)
+    """The shapes of this stage's full tensors under diffusers' names; nothing is allocated."""
+    parameters, own = _own_parameters(model, rules)
     shapes = {}
-    for rule in rules:
+    for rule in own:
         tensors = rule.to_theirs(tuple(_full_meta(parameters[name]) for name in rule.ours))
         shapes.update((name, tensor.shape) for name, tensor in zip(rule.theirs, tensors))
     return shapes
@@ -222,16 +228,57 @@ def sharded_parameters(model: torch.nn.Module) -> dict[str, Any]:
     return sharded
 
 
-def _checked_parameters(
+def is_part(model: torch.nn.Module) -> bool:
+    """Whether a model is one of several pipeline stages."""
+    stage = getattr(model, "stage", None)
+    return stage is not None and stage.stages > 1
+
+
+def _own_parameters(
     model: torch.nn.Module, rules: Sequence[Rule]
-) -> dict[str, torch.nn.Parameter]:
-    """The parameters by name, of which `rules` must hold all weights or all adapters."""
+) -> tuple[dict[str, torch.nn.Parameter], Sequence[Rule]]:
+    """The parameters by name, of which `rules` must hold all weights or all adapters.
+
+    With them the rules of the parameters that are here: all of them but in a pipeline.
+    """
     parameters = dict(model.named_parameters())
+    if is_part(model):
+        rules = [rule for rule in rules if not parameters.keys().isdisjoint(rule.ours)]
     mapped = [name for rule in rules for name in rule.ours]
     adapted = {name for name in parameters if ADAPTER in name}
     expected = adapted if adapted.intersection(mapped) else parameters.keys() - adapted
     assert len(set(mapped)) == len(mapped) and set(mapped) == expected, set(mapped) ^ expected
-    return parameters
+    return parameters, rules
+
+
+def of_all_stages(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of every pipeline stage, on every one (a collective)."""
+    group, everything = platform.pp_group(), {}
+    for stage in range(platform.pp_size()):
+        source = dist.get_global_rank(group, stage)
+        own = dict(tensors) if stage == platform.pp_rank() else {}
+        layout = {n: [list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in own.items()}
+        for name, (shape, dtype) in _layout_from(layout, source, group).items():
+            tensor = own.get(name)
+            if tensor is None:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=platform.device())
+            tensor = tensor.to(platform.device())
+            dist.broadcast(tensor, src=source, group=group)
+            assert name not in everything, name
+            everything[name] = tensor
+    return everything
+
+
+def _layout_from(layout: dict[str, Any], source: int, group: dist.ProcessGroup) -> dict[str, Any]:
+    """What the rank `source` has in the place of `layout`; it travels as JSON."""
+    raw = json.dumps(layout).encode("utf-8")
+    length = torch.tensor([len(raw)], device=platform.device())
+    dist.broadcast(length, src=source, group=group)
+    buffer = torch.zeros(int(length), dtype=torch.uint8, device=platform.device())
+    if platform.rank() == source:
+        buffer.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+    dist.broadcast(buffer, src=source, group=group)
+    return json.loads(bytes(buffer.cpu().tolist()))
 
 
 def _refuse(setting: str, what: str, names: list[str]) -> None:

@@ -56,6 +56,14 @@ class FluxConfig(TransformerSettings):
         """Width inside the MLPs."""
         return MLP_RATIO * self.hidden_size
 
+    @property
+    def block_weights(self) -> tuple[int, ...]:
+        """Weights of every block, but for biases and norms."""
+        squares = 4 + 2 * MLP_RATIO
+        double = 2 * (squares + 6) * self.hidden_size**2
+        single = (squares + 3) * self.hidden_size**2
+        return (double,) * self.num_double_blocks + (single,) * self.num_single_blocks
+
     def transformer_config(self) -> TransformerConfig:
         """What megatron-core's layers, data-parallel wrapper and optimizer want to know."""
         return self.megatron_config(

@@ -14,13 +14,14 @@ from megatron_leangrpo.models.flux.config import (
 from megatron_leangrpo.models.flux.shape import PUBLISHED_COMPANIONS, flux_shape
 from megatron_leangrpo.models.flux.weight_map import weight_rules
 from megatron_leangrpo.models.loading import FLUX_CLASS
+from megatron_leangrpo.pipeline.stages import Stage
 
 
-def _build(config: FluxConfig) -> torch.nn.Module:
+def _build(config: FluxConfig, stage: Stage | None = None) -> torch.nn.Module:
     # megatron-core takes seconds to import, and planning needs none of it.
     from megatron_leangrpo.models.flux.model import FluxTransformer
 
-    return FluxTransformer(config)
+    return FluxTransformer(config, stage)
 
 
 def _describe(config: FluxConfig) -> str:

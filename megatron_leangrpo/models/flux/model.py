@@ -39,6 +39,8 @@ from megatron_leangrpo.models.common.transformer import ShardedTransformer, appl
 from megatron_leangrpo.models.flux.config import SINUSOID_WIDTH, FluxConfig
 from megatron_leangrpo.models.flux.positions import Positions
 from megatron_leangrpo.parallel.tokens import TokenLayout
+from megatron_leangrpo.pipeline.stages import Stage
+from megatron_leangrpo.pipeline.transport import Boundary, TensorSpec
 
 if TYPE_CHECKING:
     from megatron_leangrpo.conditioning.encoders import Conditioning
@@ -47,62 +49,107 @@ if TYPE_CHECKING:
 class FluxTransformer(ShardedTransformer):
     """The velocity of packed latents, given their noise level and the prompt."""
 
-    def __init__(self, flux_config: FluxConfig) -> None:
+    def __init__(self, flux_config: FluxConfig, stage: Stage | None = None) -> None:
         config = flux_config.transformer_config()
-        super().__init__(flux_config, config)
+        super().__init__(flux_config, config, stage)
         self.flux_config = flux_config
 
-        hidden, dtype = flux_config.hidden_size, flux_config.params_dtype
-        self.img_in = torch.nn.Linear(flux_config.in_channels, hidden, dtype=dtype)
-        self.txt_in = torch.nn.Linear(flux_config.joint_attention_dim, hidden, dtype=dtype)
-        self.time_in = MLPEmbedder(SINUSOID_WIDTH, hidden, dtype)
-        self.vector_in = MLPEmbedder(flux_config.pooled_projection_dim, hidden, dtype)
-        if flux_config.guidance_embeds:
-            self.guidance_in = MLPEmbedder(SINUSOID_WIDTH, hidden, dtype)
+        if self.stage.is_first:
+            hidden, dtype = flux_config.hidden_size, flux_config.params_dtype
+            self.img_in = torch.nn.Linear(flux_config.in_channels, hidden, dtype=dtype)
+            self.txt_in = torch.nn.Linear(flux_config.joint_attention_dim, hidden, dtype=dtype)
+            self.time_in = MLPEmbedder(SINUSOID_WIDTH, hidden, dtype)
+            self.vector_in = MLPEmbedder(flux_config.pooled_projection_dim, hidden, dtype)
+            if flux_config.guidance_embeds:
+                self.guidance_in = MLPEmbedder(SINUSOID_WIDTH, hidden, dtype)
 
-        self.double_blocks = torch.nn.ModuleList(
-            DoubleStreamBlock(config, flux_config) for _ in range(flux_config.num_double_blocks)
+        double, single = flux_config.num_double_blocks, flux_config.num_single_blocks
+        self.double_blocks = self.build_blocks(
+            lambda: DoubleStreamBlock(config, flux_config), 0, double
         )
-        self.single_blocks = torch.nn.ModuleList(
-            SingleStreamBlock(config, flux_config) for _ in range(flux_config.num_single_blocks)
+        self.single_blocks = self.build_blocks(
+            lambda: SingleStreamBlock(config, flux_config), double, single
         )
-        self.final_layer = LastLayer(config, flux_config.out_channels)
+        if self.stage.is_last:
+            self.final_layer = LastLayer(config, flux_config.out_channels)
         name_linears(self)
         name_attentions(self)
 
-    def forward(
+    def run_stage(
+        self,
+        state: tuple[torch.Tensor, ...],
+        timestep: torch.Tensor,
+        conditioning: Conditioning,
+        grid: tuple[int, int],
+    ) -> tuple[torch.Tensor, ...]:
+        """Latents `[b, s, c]` to the velocity `[b, s, c]`, equal on all tensor-parallel ranks.
+
+        `timestep` is `[b]` in [0, 1]; `grid` is (rows, columns) of tokens, whose product is s.
+        Between stages the state is `(img, txt, vec)`, from the last double block on
+        `(tokens, vec)`.
+        """
+        layout = self.token_layout(conditioning, grid)
+        positions = self.positions(layout, grid, state[0].device)
+
+        if self.stage.is_first:
+            state = self.embed(*state, timestep, conditioning, layout)
+        if self.stage.is_first or self.stage.blocks.start < self.flux_config.num_double_blocks:
+            img, txt, vec = state
+            for block in self.double_blocks.values():
+                img, txt = self.run_block(block, img, txt, vec, positions)
+            if self.stage.blocks.stop < self.flux_config.num_double_blocks:
+                return img, txt, vec
+            tokens = torch.cat((txt, img))
+        else:
+            tokens, vec = state
+
+        for block in self.single_blocks.values():
+            tokens = self.run_block(block, tokens, vec, positions)
+        if not self.stage.is_last:
+            return tokens, vec
+        img = tokens[layout.text_per_partition :]
+        velocity = self.gather_without_pads(self.final_layer(img, vec), layout.image)
+        return (velocity.transpose(0, 1).contiguous(),)
+
+    def state_before(
+        self, block: int, rows: int, conditioning: Conditioning, grid: tuple[int, int]
+    ) -> Boundary:
+        layout = self.token_layout(conditioning, grid)
+        hidden, dtype = self.flux_config.hidden_size, self.flux_config.params_dtype
+        image, text = layout.image_per_partition, layout.text_per_partition
+        in_streams = block < self.flux_config.num_double_blocks
+        counts = (image, text) if in_streams else (text + image,)
+        streams = tuple(TensorSpec((count, rows, hidden), dtype) for count in counts)
+        return *streams, TensorSpec((rows, hidden), dtype)
+
+    def token_layout(self, conditioning: Conditioning, grid: tuple[int, int]) -> TokenLayout:
+        """How text and image tokens are cut over this rank and its neighbours."""
+        text = conditioning.prompt_embeds.shape[1]
+        return TokenLayout(text, grid[0] * grid[1], self.sequence_shards)
+
+    def positions(
+        self, layout: TokenLayout, grid: tuple[int, int], device: torch.device
+    ) -> Positions:
+        """Where this rank's tokens are."""
+        axes, dtype = self.flux_config.axes_dims_rope, self.flux_config.params_dtype
+        context = platform.group_rank(self.cp_group), platform.group_size(self.cp_group)
+        return Positions.of(layout, grid, axes, dtype, device, context)
+
+    def embed(
         self,
         latents: torch.Tensor,
         timestep: torch.Tensor,
         conditioning: Conditioning,
-        grid: tuple[int, int],
-    ) -> torch.Tensor:
-        """Velocity `[b, s, c]` of latents `[b, s, c]`, equal on all tensor-parallel ranks.
-
-        `timestep` is `[b]` in [0, 1]; `grid` is (rows, columns) of tokens, whose product is s.
-        """
+        layout: TokenLayout,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`img` and `txt`, this rank's tokens, and `vec`."""
         dtype = self.flux_config.params_dtype
-        assert grid[0] * grid[1] == latents.shape[1], (grid, latents.shape)
+        assert layout.image == latents.shape[1], (layout, latents.shape)
         img = self.img_in(latents.to(dtype).transpose(0, 1).contiguous())
         txt = self.txt_in(conditioning.prompt_embeds.to(dtype).transpose(0, 1).contiguous())
-        vec = self.embed_conditioning(timestep, conditioning)
-
-        layout = TokenLayout(txt.shape[0], img.shape[0], self.sequence_shards)
-        context = platform.group_rank(self.cp_group), platform.group_size(self.cp_group)
-        axes = self.flux_config.axes_dims_rope
-        positions = Positions.of(layout, grid, axes, dtype, img.device, context)
         img = self.scatter_padded(img, layout.image_per_partition)
         txt = self.scatter_padded(txt, layout.text_per_partition)
-
-        for block in self.double_blocks:
-            img, txt = self.run_block(block, img, txt, vec, positions)
-        tokens = torch.cat((txt, img))
-        for block in self.single_blocks:
-            tokens = self.run_block(block, tokens, vec, positions)
-        img = tokens[txt.shape[0] :]
-
-        velocity = self.gather_without_pads(self.final_layer(img, vec), layout.image)
-        return velocity.transpose(0, 1).contiguous()
+        return img, txt, self.embed_conditioning(timestep, conditioning)
 
     def embed_conditioning(
         self, timestep: torch.Tensor, conditioning: Conditioning

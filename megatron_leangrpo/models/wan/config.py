@@ -49,6 +49,13 @@ class WanConfig(TransformerSettings):
         return self.hidden_size // self.num_attention_heads
 
     @property
+    def block_weights(self) -> tuple[int, ...]:
+        """Weights of every block, but for biases and norms."""
+        squares = 10 if self.image_dim else 8
+        weights = squares * self.hidden_size**2 + 2 * self.hidden_size * self.ffn_hidden_size
+        return (weights,) * self.num_layers
+
+    @property
     def latent_channels(self) -> int:
         """Numbers of a token's velocity, and of the latents that it moves."""
         return PATCH * self.out_channels

@@ -16,13 +16,14 @@ from megatron_leangrpo.models.wan.config import (
 )
 from megatron_leangrpo.models.wan.shape import PUBLISHED_COMPANIONS, wan_shape
 from megatron_leangrpo.models.wan.weight_map import weight_rules
+from megatron_leangrpo.pipeline.stages import Stage
 
 
-def _build(config: WanConfig) -> torch.nn.Module:
+def _build(config: WanConfig, stage: Stage | None = None) -> torch.nn.Module:
     # megatron-core takes seconds to import, and planning needs none of it.
     from megatron_leangrpo.models.wan.model import WanTransformer
 
-    return WanTransformer(config)
+    return WanTransformer(config, stage)
 
 
 def _describe(config: WanConfig) -> str:

@@ -14,6 +14,8 @@ updates are in float32, as diffusers keeps them; a sum is rounded when it enters
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
@@ -46,6 +48,8 @@ from megatron_leangrpo.models.wan.config import PATCH, SINUSOID_WIDTH, WanConfig
 from megatron_leangrpo.models.wan.positions import VideoRows, video_table
 from megatron_leangrpo.parallel.mappings import copy_to_tensor_parallel
 from megatron_leangrpo.parallel.tokens import TokenRows
+from megatron_leangrpo.pipeline.stages import Stage
+from megatron_leangrpo.pipeline.transport import Boundary, TensorSpec
 
 IMAGE_NORM_EPS = 1e-5
 """torch's default, which the authors left in the image branch; elsewhere it is 1e-6."""
@@ -66,11 +70,23 @@ class VideoConditioning(Protocol):
 class WanTransformer(ShardedTransformer):
     """The velocity of packed video latents, given their noise level and the prompt."""
 
-    def __init__(self, wan_config: WanConfig) -> None:
+    def __init__(self, wan_config: WanConfig, stage: Stage | None = None) -> None:
         config = wan_config.transformer_config()
-        super().__init__(wan_config, config)
+        super().__init__(wan_config, config, stage)
         self.wan_config = wan_config
 
+        if self.stage.is_first:
+            self.build_embedders(wan_config, config)
+        self.blocks = self.build_blocks(
+            lambda: WanBlock(config, wan_config), 0, wan_config.num_layers
+        )
+        if self.stage.is_last:
+            self.head = Head(config, wan_config)
+        name_linears(self)
+        name_attentions(self)
+
+    def build_embedders(self, wan_config: WanConfig, config: TransformerConfig) -> None:
+        """Build what comes before the blocks."""
         hidden, dtype, wide = config.hidden_size, config.params_dtype, wan_config.wide_dtype
         self.patch_embedding = torch.nn.Linear(PATCH * wan_config.in_channels, hidden, dtype=dtype)
         self.text_embedding = MLPEmbedder(
@@ -84,48 +100,76 @@ class WanTransformer(ShardedTransformer):
         applied_to_own_tokens(self.time_embedding.parameters(), config)
         applied_to_own_tokens(self.time_projection.parameters(), config)
 
-        self.blocks = torch.nn.ModuleList(
-            WanBlock(config, wan_config) for _ in range(wan_config.num_layers)
-        )
-        self.head = Head(config, wan_config)
-        name_linears(self)
-        name_attentions(self)
-
-    def forward(
+    def run_stage(
         self,
-        latents: torch.Tensor,
+        state: tuple[torch.Tensor, ...],
         timestep: torch.Tensor,
         conditioning: VideoConditioning,
         grid: tuple[int, int, int],
-    ) -> torch.Tensor:
-        """Velocity `[b, s, c]` of latents `[b, s, c]`, equal on all tensor-parallel ranks.
+    ) -> tuple[torch.Tensor, ...]:
+        """Latents `[b, s, c]` to the velocity `[b, s, c]`, equal on all tensor-parallel ranks.
 
         A token is 1 x 2 x 2 latent positions with its channels in (c, 2, 2) order, FLUX's packing
         frame by frame; c is 4 * out_channels. `timestep` is in [0, 1] and in float32 whatever the
         model's dtype: `[b]`, or `[b, s]` where tokens are noisy to different degrees (Wan 2.2 5B
         from a picture). `grid` is (frames, rows, columns) of tokens, whose product is s.
+        Between stages the state is `(x, e, e0, text)`, with a picture's embedding if there is one.
         """
-        frames, rows, columns = grid
-        assert frames * rows * columns == latents.shape[1], (grid, latents.shape)
-        x = self.embed_patches(latents, conditioning)
-        table = video_table(
-            grid, self.wan_config.head_dim, self.wan_config.wide_dtype, latents.device
-        )
-        context = self.embed_prompt(conditioning)
+        if self.stage.is_first:
+            state = self.embed(*state, timestep, conditioning, grid)
+        x, e, e0, *context = state
 
-        tokens = x.shape[0]
-        per_partition = -(-tokens // self.sequence_shards)
-        context_part = platform.group_rank(self.cp_group), platform.group_size(self.cp_group)
-        rows = VideoRows.of(table, per_partition * self.sequence_shards, context_part)
-        x = self.scatter_padded(x, per_partition)
-        if timestep.dim() == 2:
-            timestep = self.scatter_padded(timestep.t().contiguous(), per_partition)
-        e, e0 = self.embed_time(timestep)
-
-        for block in self.blocks:
+        rows = self.video_rows(grid, x.device)
+        for block in self.blocks.values():
             x = self.run_block(block, x, e0, context, rows)
-        velocity = self.gather_without_pads(self.head(x, e), tokens)
-        return velocity.transpose(0, 1).contiguous()
+        if not self.stage.is_last:
+            return x, e, e0, *context
+        velocity = self.gather_without_pads(self.head(x, e), math.prod(grid))
+        return (velocity.transpose(0, 1).contiguous(),)
+
+    def state_before(
+        self,
+        block: int,
+        rows: int,
+        conditioning: VideoConditioning,
+        grid: tuple[int, int, int],
+        timestep_per_token: bool = False,
+    ) -> Boundary:
+        """The state that enters any block but the first, where timesteps are `[b]` or `[b, s]`."""
+        hidden, dtype = self.wan_config.hidden_size, self.wan_config.params_dtype
+        own = self.tokens_per_partition(grid)
+        times = (own, rows) if timestep_per_token else (rows,)
+        shapes = [(own, rows, hidden), (*times, hidden), (*times, 6, hidden)]
+        pictures = [conditioning.image_embeds] if self.wan_config.image_dim else []
+        for embeds in (conditioning.prompt_embeds, *pictures):
+            shapes.append((embeds.shape[1], rows, hidden))
+        return tuple(TensorSpec(shape, dtype) for shape in shapes)
+
+    def tokens_per_partition(self, grid: tuple[int, int, int]) -> int:
+        """Tokens of a rank, pads included."""
+        return -(-math.prod(grid) // self.sequence_shards)
+
+    def video_rows(self, grid: tuple[int, int, int], device: torch.device) -> VideoRows:
+        """Where this rank's tokens are."""
+        table = video_table(grid, self.wan_config.head_dim, self.wan_config.wide_dtype, device)
+        rows = self.tokens_per_partition(grid) * self.sequence_shards
+        context = platform.group_rank(self.cp_group), platform.group_size(self.cp_group)
+        return VideoRows.of(table, rows, context)
+
+    def embed(
+        self,
+        latents: torch.Tensor,
+        timestep: torch.Tensor,
+        conditioning: VideoConditioning,
+        grid: tuple[int, int, int],
+    ) -> tuple[torch.Tensor, ...]:
+        """`x`, this rank's tokens, `e` and `e0`, and what cross-attention sees."""
+        assert math.prod(grid) == latents.shape[1], (grid, latents.shape)
+        own = self.tokens_per_partition(grid)
+        x = self.scatter_padded(self.embed_patches(latents, conditioning), own)
+        if timestep.dim() == 2:
+            timestep = self.scatter_padded(timestep.t().contiguous(), own)
+        return x, *self.embed_time(timestep), *self.embed_prompt(conditioning)
 
     def embed_patches(self, latents: torch.Tensor, conditioning: VideoConditioning) -> torch.Tensor:
         """All tokens `[s, b, h]`."""
@@ -135,10 +179,11 @@ class WanTransformer(ShardedTransformer):
         latents = latents.to(self.config.params_dtype).transpose(0, 1).contiguous()
         return self.patch_embedding(latents)
 
-    def embed_prompt(
-        self, conditioning: VideoConditioning
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Text `[512, b, h]` and picture `[257, b, h]`, whose gradients are summed over ranks."""
+    def embed_prompt(self, conditioning: VideoConditioning) -> tuple[torch.Tensor, ...]:
+        """Text `[512, b, h]`, and a picture `[257, b, h]` where the model takes one.
+
+        Their gradients are summed over ranks.
+        """
 
         def embed(module: torch.nn.Module, embeds: torch.Tensor) -> torch.Tensor:
             embeds = embeds.to(self.config.params_dtype).transpose(0, 1).contiguous()
@@ -147,7 +192,7 @@ class WanTransformer(ShardedTransformer):
 
         text = embed(self.text_embedding, conditioning.prompt_embeds)
         if not self.wan_config.image_dim:
-            return text, None
+            return (text,)
         assert conditioning.image_embeds is not None, "this model takes a picture's embedding"
         return text, embed(self.img_emb, conditioning.image_embeds)
 
@@ -190,13 +235,13 @@ class WanBlock(MegatronModule):
         self,
         x: torch.Tensor,
         e0: torch.Tensor,
-        context: tuple[torch.Tensor, torch.Tensor | None],
+        context: Sequence[torch.Tensor],
         rows: VideoRows,
     ) -> torch.Tensor:
         shift1, scale1, gate1, shift2, scale2, gate2 = (self.modulation + e0).unbind(dim=-2)
 
         x = gated_residual(x, gate1, self.self_attn(scaled_norm(x, 1 + scale1, shift1), rows))
-        x = x + self.cross_attn(self.norm3(x), *context, rows.projected)
+        x = x + self.cross_attn(self.norm3(x), rows.projected, *context)
         return gated_residual(x, gate2, self.ffn(scaled_norm(x, 1 + scale2, shift2)))
 
 
@@ -241,7 +286,11 @@ class CrossAttention(MegatronModule):
         self.linear_proj = RowParallelLinear(hidden, hidden, config)
 
     def forward(
-        self, x: torch.Tensor, text: torch.Tensor, image: torch.Tensor | None, rows: TokenRows
+        self,
+        x: torch.Tensor,
+        rows: TokenRows,
+        text: torch.Tensor,
+        image: torch.Tensor | None = None,
     ) -> torch.Tensor:
         q = rows.drop(self.linear_q(x)).unflatten(-1, (-1, 1, self.head_dim))
         q = normalise_across_heads(q, self.q_rms).squeeze(-2)
