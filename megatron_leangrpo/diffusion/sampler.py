@@ -1,27 +1,94 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""The sampling loop over one micro-batch of trajectories."""
+"""The sampling steps of one micro-batch of trajectories, from the first latents to the last."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megatron_leangrpo.diffusion.kernels import draw_step, predicted_x0, step_coefficients
+from megatron_leangrpo.diffusion.kernels import (
+    StepCoefficients,
+    Transition,
+    draw_step,
+    predicted_x0,
+    step_coefficients,
+)
 from megatron_leangrpo.diffusion.selection import StepPlan
 from megatron_leangrpo.diffusion.sigmas import SigmaSchedule
 
 
-class RolloutHook(Protocol):
-    """What a gradient schedule sees of a rollout."""
+class Sampling:
+    """Trajectories on their way through the steps: whoever has a velocity calls `advance`.
 
-    def keeps_graph(self, step: int) -> bool:
-        """Whether the coming forward must be recorded by autograd."""
+    `plans` has one entry per sample; a step outside a sample's plan is deterministic, so plans
+    without stochastic steps make this an ODE sampler. `noise(step)` [b, ...] is called only for
+    steps at which some sample is stochastic. Latents stay in the type of `x` [b, ...] whatever the
+    model's, and are detached between steps. `output` is the last latent or the clean latent that
+    the last step predicts.
+    """
 
-    def record(
-        self, step: int, velocity: Tensor, x: Tensor, x_next: Tensor, log_prob: Tensor
+    def __init__(
+        self,
+        x: Tensor,
+        schedule: SigmaSchedule,
+        kernel: str,
+        level: float | None,
+        plans: Sequence[StepPlan],
+        noise: Callable[[int], Tensor],
+        output: Literal["final", "predicted_x0"] = "final",
     ) -> None:
-        """Receive a finished step; only `velocity` may carry a graph."""
+        assert x.shape[0] == len(plans), f"{len(plans)} plans for {x.shape[0]} samples"
+        self.x, self.step = x.detach(), 0
+        self.schedule, self.plans = schedule, plans
+        self._kernel, self._level, self._noise, self._output = kernel, level, noise, output
+        self._finite: list[Tensor] = []
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every step has been drawn."""
+        return self.step == self.schedule.num_steps
+
+    @property
+    def timestep(self) -> Tensor:
+        """`[b]` in [0, 1]: what the model is given at the coming step."""
+        return self.timestep_at(self.step)
+
+    def timestep_at(self, step: int) -> Tensor:
+        """`[b]`, that of any step."""
+        return self.schedule.timesteps[step].to(self.x).expand(self.x.shape[0])
+
+    def coefficients(self, step: int) -> StepCoefficients:
+        """The kernel's coefficients at a step, which is stochastic for some samples."""
+        stochastic = [step in plan.stochastic for plan in self.plans]
+        c = step_coefficients(self._kernel, self._level, self.schedule.sigmas, step, stochastic)
+        return c.to(self.x.device)
+
+    @torch.no_grad()
+    def advance(self, velocity: Tensor) -> Transition:
+        """Draw the step whose velocity this is."""
+        step, x = self.step, self.x
+        assert velocity.shape == x.shape, f"velocity {velocity.shape} for latents {x.shape}"
+        is_stochastic = any(step in plan.stochastic for plan in self.plans)
+        c = self.coefficients(step)
+        transition = draw_step(x, velocity, self._noise(step) if is_stochastic else None, c)
+        self.step, self.x = step + 1, transition.x_next
+        self._result = self.x
+        if self.is_done and self._output == "predicted_x0":
+            self._result = predicted_x0(x, velocity, c).to(x.dtype)
+        self._finite.append(self._result.isfinite().all())
+        return transition
+
+    @property
+    def finite(self) -> Tensor:
+        """`[steps]` bool: whether the latents after each step were finite."""
+        return torch.stack(self._finite)
+
+    @property
+    def result(self) -> Tensor:
+        """The output `[b, ...]`, finite or not."""
+        assert self.is_done, f"{self.step} of {self.schedule.num_steps} steps were drawn"
+        return self._result
 
 
 def rollout(
@@ -32,47 +99,27 @@ def rollout(
     level: float | None,
     plans: Sequence[StepPlan],
     noise: Callable[[int], Tensor],
-    hook: RolloutHook | None = None,
     output: Literal["final", "predicted_x0"] = "final",
 ) -> Tensor:
-    """Sample from `x` [b, ...] to the last latent, or to the clean latent the last step predicts.
+    """Sample from `x` [b, ...] without graphs; the arguments are those of `Sampling`.
 
     `policy(x, timestep)` gets timesteps [b] in [0, 1] in the type of `x` and returns the velocity.
-    `plans` has one entry per sample; a step outside a sample's plan is deterministic, so plans
-    without stochastic steps make this an ODE sampler. `noise(step)` [b, ...] is called only for
-    steps at which some sample is stochastic. Latents stay in the type of `x` whatever the model's,
-    and are detached between steps. Raises FloatingPointError naming the first step after which a
-    latent is not finite.
+    Raises FloatingPointError naming the first step after which a latent is not finite.
     """
-    batch = x.shape[0]
-    assert len(plans) == batch, f"{len(plans)} plans for {batch} samples"
-    x = x.detach()
-    finite = []
-    for step in range(schedule.num_steps):
-        stochastic = [step in plan.stochastic for plan in plans]
-        c = step_coefficients(kernel, level, schedule.sigmas, step, stochastic).to(x.device)
-        timestep = schedule.timesteps[step].to(x).expand(batch)
-        with torch.set_grad_enabled(hook is not None and hook.keeps_graph(step)):
-            velocity = policy(x, timestep)
-        assert velocity.shape == x.shape, f"velocity {velocity.shape} for latents {x.shape}"
-        with torch.no_grad():
-            step_noise = noise(step) if any(stochastic) else None
-            transition = draw_step(x, velocity, step_noise, c)
-            if output == "predicted_x0" and step == schedule.num_steps - 1:
-                result = predicted_x0(x, velocity, c).to(x.dtype)
-            else:
-                result = transition.x_next
-            finite.append(result.isfinite().all())
-        if hook is not None:
-            hook.record(step, velocity, x, transition.x_next, transition.log_prob)
-        x = transition.x_next
-    _check_finite(finite, schedule)
-    return result
+    sampling = Sampling(x, schedule, kernel, level, plans, noise, output)
+    with torch.no_grad():
+        while not sampling.is_done:
+            sampling.advance(policy(sampling.x, sampling.timestep))
+    check_finite(sampling.finite, schedule)
+    return sampling.result
 
 
-def _check_finite(finite: list[Tensor], schedule: SigmaSchedule) -> None:
-    # One synchronisation for the whole trajectory instead of one a step.
-    flags = torch.stack(finite).tolist()
+def check_finite(finite: Tensor, schedule: SigmaSchedule) -> None:
+    """Raise FloatingPointError unless the latents after all steps were finite, `[steps]` bool.
+
+    One synchronisation for the whole trajectory instead of one a step.
+    """
+    flags = finite.tolist()
     if not all(flags):
         step = flags.index(False)
         raise FloatingPointError(

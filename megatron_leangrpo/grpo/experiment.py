@@ -30,6 +30,7 @@ from megatron_leangrpo.grpo.inputs import (
 )
 from megatron_leangrpo.grpo.iteration import IterationRunner
 from megatron_leangrpo.grpo.objective import Objective
+from megatron_leangrpo.grpo.passes import WholeModel
 from megatron_leangrpo.grpo.policy import Policy
 from megatron_leangrpo.grpo.reference import reference_of
 from megatron_leangrpo.grpo.rollout import RolloutSettings, sigma_schedule
@@ -74,13 +75,12 @@ class Experiment:
             boundary = sigmas.first_below(self.architecture.config.expert_boundary)
             router = JaggRouter(grpo.jagg_window, grpo.jagg_frac, sigmas.num_steps, boundary)
             schedule = grpo.jagg_on
-        built = SCHEDULES[schedule](
-            self.policy, self.objective, self.reference, GradientBuffers(self.model)
-        )
+        buffers = GradientBuffers(self.model)
+        passes = WholeModel(self.policy, self.reference, buffers)
         return IterationRunner(
             self.model,
-            self.policy,
-            built,
+            passes,
+            SCHEDULES[schedule](passes, self.objective, buffers),
             self.settings,
             grpo,
             self.encode,

@@ -1,6 +1,9 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """The flat gradient buffers of megatron's data-parallel wrapper, and copies of the same shape."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 
@@ -13,54 +16,96 @@ Flat = list[torch.Tensor]
 class GradientBuffers:
     """What backwards add to, with the few operations that a deferred weighting needs.
 
-    Copies are kept for the next use: they are as large as the model, and an allocator that sees
-    them come and go between activations ends up fragmented.
+    A backward adds to the wrapper's own buffers, which are what is reduced, or to a copy. Copies
+    are kept for the next use: they are as large as the model, and an allocator that sees them come
+    and go between activations ends up fragmented.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._buffers = [*model.buffers, *model.expert_parallel_buffers]
+        self.own: Flat = [buffer.grad_data for buffer in self._buffers]
+        """The wrapper's own buffers."""
+        self._current = self.own
+        self._copies: list[Flat] = []
         self._free: list[Flat] = []
-        self._copies = 0
-
-    @property
-    def current(self) -> Flat:
-        """The buffers themselves."""
-        return [buffer.grad_data for buffer in self._buffers]
+        self._views: dict[int, list[tuple[torch.nn.Parameter, torch.Tensor]]] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the buffers themselves."""
-        return sum(tensor.nbytes for tensor in self.current)
+        """Bytes of the wrapper's own buffers."""
+        return sum(tensor.nbytes for tensor in self.own)
 
     @property
     def copies_num_bytes(self) -> int:
         """Bytes of all copies that were ever needed at once."""
-        return self._copies * self.num_bytes
+        return len(self._copies) * self.num_bytes
+
+    def reset(self) -> None:
+        """Take all copies back, whoever had them; the wrapper's own buffers are not lent."""
+        self._free = list(self._copies)
+        self._collect_in(self.own)
+
+    def empty(self) -> Flat:
+        """Lend a tensor of zeros."""
+        flat = self._lend()
+        for tensor in flat:
+            tensor.zero_()
+        return flat
+
+    def release(self, flat: Flat | None) -> None:
+        """Take back what nobody reads any more; the wrapper's own buffers may be lent too."""
+        if flat is not None:
+            self._free.append(flat)
+
+    @contextmanager
+    def collecting_in(self, flat: Flat) -> Iterator[None]:
+        """Let the backwards in this context add to `flat`."""
+        before = self._current
+        self._collect_in(flat)
+        try:
+            yield
+        finally:
+            self._collect_in(before)
+
+    def _collect_in(self, flat: Flat) -> None:
+        if flat is self._current:
+            return
+        self._current = flat
+        for parameter, view in self._views_of(flat):
+            parameter.main_grad = view
+
+    def _views_of(self, flat: Flat) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        # Copies are never given up, so that an id stays theirs.
+        if id(flat) not in self._views:
+            self._views[id(flat)] = [
+                (parameter, tensor[start:end].view(parameter.shape))
+                for buffer, tensor in zip(self._buffers, flat, strict=True)
+                for parameter, (start, end, *_) in buffer.param_index_map.items()
+            ]
+        return self._views[id(flat)]
 
     def take(self) -> Flat:
-        """Move the collected gradient into a copy and empty the buffers."""
-        taken = self.add_scaled(None, self.current, 1.0)
-        self.clear()
+        """Move what the wrapper's own buffers have collected into a copy."""
+        taken = self.add_scaled(None, self.own, 1.0)
+        for tensor in self.own:
+            tensor.zero_()
         return taken
 
-    def clear(self) -> None:
-        """Empty the buffers."""
-        for tensor in self.current:
-            tensor.zero_()
-
     def put(self, gradient: Flat | None) -> None:
-        """Replace what was collected by a copy, which is given back; None empties."""
-        if gradient is None:
-            self.clear()
-            return
-        for tensor, value in zip(self.current, gradient, strict=True):
-            tensor.copy_(value)
-        self.release(gradient)
+        """Leave a gradient, or none, in the wrapper's own buffers, which are lent no longer."""
+        if gradient is not self.own:
+            for i, tensor in enumerate(self.own):
+                if gradient is None:
+                    tensor.zero_()
+                else:
+                    tensor.copy_(gradient[i])
+            self.release(gradient)
+        self._free = [flat for flat in self._free if flat is not self.own]
 
     def add_scaled(self, total: Flat | None, gradient: Flat, factor: float) -> Flat:
         """Return total + factor * gradient, in place where there is a total."""
         if total is None:
-            total = self._new()
+            total = self._lend()
             for tensor, value in zip(total, gradient, strict=True):
                 torch.mul(value, factor, out=tensor)
             return total
@@ -68,13 +113,8 @@ class GradientBuffers:
             tensor.add_(value, alpha=factor)
         return total
 
-    def release(self, copy: Flat | None) -> None:
-        """Take back a copy that nobody reads any more."""
-        if copy is not None:
-            self._free.append(copy)
-
     def inner_product(self, first: Flat, second: Flat) -> float:
-        """Inner product over the parameters of all tensor-parallel ranks (a collective)."""
+        """Inner product over the parameters of all ranks that hold the model (a collective)."""
         total = torch.zeros((), dtype=torch.float64, device=platform.device())
         for buffer, one, other in zip(self._buffers, first, second, strict=True):
             for parameter, (start, end, *_) in buffer.param_index_map.items():
@@ -85,8 +125,8 @@ class GradientBuffers:
         dist.all_reduce(total, group=platform.tp_group())
         return total.item()
 
-    def _new(self) -> Flat:
+    def _lend(self) -> Flat:
         if self._free:
             return self._free.pop()
-        self._copies += 1
-        return [torch.empty_like(tensor) for tensor in self.current]
+        self._copies.append([torch.empty_like(tensor) for tensor in self.own])
+        return self._copies[-1]

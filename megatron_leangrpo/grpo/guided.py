@@ -1,6 +1,7 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """Classifier-free guidance around a policy, in rollout, update and evaluation alike."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -8,7 +9,7 @@ import torch
 
 from megatron_leangrpo.conditioning.encoders import Conditioning
 from megatron_leangrpo.diffusion.guidance import guided_velocity
-from megatron_leangrpo.grpo.policy import Policy
+from megatron_leangrpo.grpo.policy import Forward, Policy
 from megatron_leangrpo.models.experts import runs_high
 
 
@@ -38,26 +39,33 @@ class GuidedPolicy(Policy):
     """negative + scale * (conditional - negative); two forwards' work wherever scale is not 1."""
 
     def __init__(self, policy: Policy, guidance: Guidance) -> None:
-        super().__init__(policy.model, policy.grid, policy.dtype)
+        super().__init__(policy.model, policy.grid, policy.dtype, policy.step_by_step)
         self.guidance = guidance
 
-    def __call__(
-        self, x: torch.Tensor, timestep: torch.Tensor, conditioning: Conditioning
-    ) -> torch.Tensor:
-        guidance, forward = self.guidance, super().__call__
-        scale = guidance.scale_at(timestep)
-        if scale == 1:
-            return forward(x, timestep, conditioning)
-        negative = guidance.negative.select([0] * len(x))
-        if guidance.forwards == "joint":
+    def forwards(self, timestep: torch.Tensor, conditioning: Conditioning) -> list[Forward]:
+        """One doubled batch or two forwards."""
+        (conditional,) = super().forwards(timestep, conditioning)
+        if self.guidance.scale_at(timestep) == 1:
+            return [conditional]
+        negative = self.guidance.negative.select([0] * len(timestep))
+        if self.guidance.forwards == "joint":
             both = joined(conditioning, negative)
-            velocities = forward(torch.cat([x, x]), torch.cat([timestep, timestep]), both)
-            conditional, unconditional = velocities.chunk(2)
-        else:
-            conditional = forward(x, timestep, conditioning)
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not guidance.detach):
-                unconditional = forward(x, timestep, negative)
-        return guided_velocity(conditional, unconditional, scale, guidance.detach)
+            return [Forward(self.model, torch.cat([timestep, timestep]), both, copies=2)]
+        has_gradient = not self.guidance.detach
+        return [
+            conditional,
+            Forward(self.model, timestep, negative, with_gradient=has_gradient),
+        ]
+
+    def combined(self, velocities: Sequence[torch.Tensor], timestep: torch.Tensor) -> torch.Tensor:
+        """Guide the prompt's velocity away from the negative one's."""
+        scale = self.guidance.scale_at(timestep)
+        if scale == 1:
+            return super().combined(velocities, timestep)
+        if self.guidance.forwards == "joint":
+            velocities = velocities[0].chunk(2)
+        conditional, unconditional = (v.to(self.latent_dtype) for v in velocities)
+        return guided_velocity(conditional, unconditional, scale, self.guidance.detach)
 
     def over(self, model: torch.nn.Module) -> "GuidedPolicy":
         """The same policy over another model of the same kind."""

@@ -46,41 +46,46 @@ def most_in_flight(placement: Placement, waits_for_all: bool) -> int:
     return most
 
 
-def moment_copies(placement: Placement, grpo: GrpoConfig, rewards: int) -> int:
+def moment_copies(
+    placement: Placement, grpo: GrpoConfig, rewards: int, waves_in_flight: int = 1
+) -> int:
     """Most copies of the gradient buffers that reweight holds, one trajectory a wave.
 
-    A group has its zeroth moment, which stays in the buffers until the next rollout needs them,
-    and from its second trajectory here a first moment for each reward. Groups are weighed into a
-    total when they are complete, or pooled where only the standard deviation is missing.
+    A wave collects in buffers of its own, which become its group's zeroth moment; from the group's
+    second trajectory here on there is a first moment for each reward too. Groups are weighed into a
+    total when they are complete, or pooled where only the standard deviation is missing. The
+    wrapper's own buffers serve as one of them.
     """
     waits = needs_all_groups(grpo.advantage, grpo.reward_combination)
     pools = mean_is_final_early(grpo.advantage, grpo.reward_combination)
     terms = 1 if grpo.reward_combination == "reward_sum" else rewards
     trajectories: Counter[int] = Counter()
-    has_kl = grpo.kl_beta > 0
-    # The KL term collects in the total, beside a copy of what the wave has so far.
-    total, in_buffers, most = int(has_kl), None, 0
-    for wave in (w for w in placement.waves if w.minibatch == 0):
-        in_buffers = None
-        most = max(most, _held(trajectories, terms, None) + total + has_kl)
-        for group in (slot.group for slot in wave.slots):
-            trajectories[group] += 1
-            in_buffers = group if trajectories[group] == 1 else None
-        most = max(most, _held(trajectories, terms, in_buffers) + total)
-        last = wave is placement.waves[-1]
-        done = [g for g in trajectories if placement.completed_by[g] <= wave.index]
-        if waits and not last and not pools:
+    # The KL term collects in the total from the first step on.
+    total, pooled = int(grpo.kl_beta > 0), 0
+    waves = [w for w in placement.waves if w.minibatch == 0]
+    most = 0
+
+    def note(others: int) -> None:
+        nonlocal most
+        firsts = sum(terms for count in trajectories.values() if count > 1)
+        most = max(most, len(trajectories) + firsts + total + pooled + others)
+
+    for first in range(0, len(waves), waves_in_flight):
+        together = waves[first : first + waves_in_flight]
+        note(len(together))
+        for waiting, wave in zip(range(len(together) - 1, -1, -1), together):
+            for group in (slot.group for slot in wave.slots):
+                trajectories[group] += 1
+            note(waiting + (trajectories[group] > 1))
+        is_last = together[-1] is placement.waves[-1]
+        if waits and not is_last and not pools:
             continue
-        if done:
-            # One total, or pool and total at the end.
-            total = max(total, 1 + (has_kl and pools))
-            most = max(most, _held(trajectories, terms, in_buffers) + total)
-        for group in done:
+        after = together[-1].index
+        for group in [g for g in trajectories if placement.completed_by[g] <= after]:
+            total, pooled = (total, 1) if waits and not is_last else (1, pooled)
+            note(0)
             del trajectories[group]
-            in_buffers = None if in_buffers == group else in_buffers
-    return most
-
-
-def _held(trajectories: Counter[int], terms: int, in_buffers: int | None) -> int:
-    firsts = sum(terms for count in trajectories.values() if count > 1)
-    return len(trajectories) - (in_buffers in trajectories) + firsts
+    if pooled:
+        total = 1
+        note(0)
+    return most - 1

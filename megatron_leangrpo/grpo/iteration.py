@@ -10,7 +10,6 @@ Collectives over the data-parallel ranks happen once a wave (rewards) and once a
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
@@ -25,12 +24,12 @@ from megatron_leangrpo.grpo.advantages import (
 from megatron_leangrpo.grpo.data_parallel import collecting_gradients, reduce_gradients
 from megatron_leangrpo.grpo.early_reduction import EarlyReduction
 from megatron_leangrpo.grpo.jagg_check import GradientCheck
+from megatron_leangrpo.grpo.passes import WholeModel
 from megatron_leangrpo.grpo.placement import Group, Placement, Wave, place
-from megatron_leangrpo.grpo.policy import Policy
 from megatron_leangrpo.grpo.reward_table import RewardTable
-from megatron_leangrpo.grpo.rollout import RolloutSettings, roll_out_wave
+from megatron_leangrpo.grpo.rollout import RolloutSettings, WaveRollout
 from megatron_leangrpo.grpo.routing import WindowRouter
-from megatron_leangrpo.grpo.schedules import DeferredSchedule, ReplaySchedule, Schedule
+from megatron_leangrpo.grpo.schedules import ReplaySchedule, Schedule
 from megatron_leangrpo.grpo.schedules.jagg import single_steps
 from megatron_leangrpo.grpo.scoring import Scorer
 from megatron_leangrpo.grpo.stats import UpdateStats
@@ -54,7 +53,7 @@ class IterationRunner:
 
     Args:
         model: the data-parallel wrapper whose buffers collect the gradient.
-        policy: the transformer inside it.
+        passes: runs the rollouts and backwards of the transformer inside it.
         encode: prompts to conditioning, on the policy's device and dtype.
         router: groups trained steps into the windows of jagg; by default none.
         early: starts the reduction beside an update's last backward; by default it comes after.
@@ -64,7 +63,7 @@ class IterationRunner:
     def __init__(
         self,
         model: torch.nn.Module,
-        policy: Policy,
+        passes: WholeModel,
         schedule: Schedule,
         settings: RolloutSettings,
         config: GrpoConfig,
@@ -73,11 +72,11 @@ class IterationRunner:
         router: WindowRouter | None = None,
         early: EarlyReduction | None = None,
     ) -> None:
-        self.model, self.policy, self.schedule = model, policy, schedule
+        self.model, self.passes, self.schedule = model, passes, schedule
         self.router = router or WindowRouter()
         self.settings, self.config = settings, config
         self.encode, self.scorer = encode, scorer
-        self.replay = ReplaySchedule(policy, schedule.objective, schedule.reference)
+        self.replay = ReplaySchedule(passes, schedule.objective, schedule.buffers)
         self.on_wave: Callable[[Wave], None] = lambda wave: None
         self.early = early
         self._check: GradientCheck | None = None
@@ -162,25 +161,29 @@ class IterationRunner:
         """Roll out, score and train the first mini-batch; returns the others' trajectories."""
         pending: list[WaveTrajectory] = []
 
-        def rewarded(trajectory: WaveTrajectory, scores: Callable[[], torch.Tensor]) -> None:
+        def rewarded(scores: Sequence[tuple[WaveTrajectory, Callable[[], torch.Tensor]]]) -> None:
             with timer.phase("reward"):
-                table.add_wave(trajectory.wave, scores())
-            pending.append(trajectory)
+                for trajectory, score in scores:
+                    table.add_wave(trajectory.wave, score())
             with timer.phase("update"):
-                self._train_ready(pending, placement, table, stats)
-            self.on_wave(trajectory.wave)
+                self._train_ready([t for t, _ in scores], pending, placement, table, stats)
+            for trajectory, _ in scores:
+                self.on_wave(trajectory.wave)
 
-        scoring: list[tuple[WaveTrajectory, Callable[[], torch.Tensor]]] = []
-        for wave in placement.waves:
-            trajectory = self._roll_out(wave, groups, iteration, timer, stats)
+        scoring: list[list[tuple[WaveTrajectory, Callable[[], torch.Tensor]]]] = []
+        waves, at_a_time = placement.waves, self.passes.waves_in_flight
+        for first in range(0, len(waves), at_a_time):
+            together = waves[first : first + at_a_time]
+            with timer.phase("rollout"):
+                trajectories = self._roll_out(together, groups, iteration)
             while scoring:
-                rewarded(*scoring.pop())
+                rewarded(scoring.pop())
             with timer.phase("reward"):
-                scoring.append((trajectory, self.scorer.submit(trajectory, groups)))
+                scoring.append([(t, self.scorer.submit(t, groups)) for t in trajectories])
             # Graphs do not wait for longer than they must; other waves are scored beside a rollout.
-            holds_graphs = self.schedule.keeps_graph and wave.minibatch == 0
-            if holds_graphs or wave is placement.waves[-1]:
-                rewarded(*scoring.pop())
+            holds_graphs = self.schedule.keeps_graph and together[0].minibatch == 0
+            if holds_graphs or together[-1] is waves[-1]:
+                rewarded(scoring.pop())
         with timer.phase("update"):
             self.schedule.finish()
         return pending
@@ -192,64 +195,52 @@ class IterationRunner:
         return GradientCheck(self.replay, self.schedule.buffers)
 
     def _roll_out(
-        self,
-        wave: Wave,
-        groups: list[Group],
-        iteration: int,
-        timer: PhaseTimer,
-        stats: UpdateStats,
-    ) -> WaveTrajectory:
-        on_policy = wave.minibatch == 0
-        plans = self.settings.plans(wave, iteration)
-        windows = self.router.windows(plans) if on_policy else single_steps(plans)
-        on_window = None
-        if on_policy and self.schedule.keeps_graph:
-            on_window = partial(self.schedule.window_drawn, stats=stats)
-        with timer.phase("rollout"):
+        self, waves: Sequence[Wave], groups: list[Group], iteration: int
+    ) -> list[WaveTrajectory]:
+        rollouts = []
+        for wave in waves:
+            plans = self.settings.plans(wave, iteration)
+            windows = self.router.windows(plans) if wave.minibatch == 0 else single_steps(plans)
             conditioning = self.encode([groups[slot.group].prompt.text for slot in wave.slots])
-            trajectory = roll_out_wave(
-                self.policy,
-                self.settings,
-                wave,
-                conditioning,
-                iteration,
-                plans,
-                windows,
-                on_window,
-            )
-            if on_policy:
-                self.router.observe(trajectory, plans)
-        return trajectory
+            dtype = self.passes.policy.latent_dtype
+            sampling = self.settings.begin(wave, iteration, plans, dtype)
+            rollouts.append(WaveRollout(sampling, wave, conditioning, windows))
+        trajectories = self.passes.roll_out(rollouts, self.schedule)
+        for rollout in rollouts:
+            if rollout.is_on_policy:
+                self.router.observe(rollout.trajectory, rollout.sampling.plans)
+        return trajectories
 
     def _train_ready(
         self,
+        newest: Sequence[WaveTrajectory],
         pending: list[WaveTrajectory],
         placement: Placement,
         table: RewardTable,
         stats: UpdateStats,
     ) -> None:
-        """Train the first mini-batch's waves whose advantages are known after the newest wave."""
-        newest, config = pending[-1].wave, self.config
+        """Train the first mini-batch's waves whose advantages are known after the newest waves."""
+        config, after = self.config, newest[-1].wave.index
+        pending += newest
         advantages = self._advantages(table)
-        if newest.minibatch == 0:
-            terms = table.terms(self.scorer.weights, config.reward_combination)
-            own = [table.index(slot) for slot in newest.slots]
-            self.schedule.wave_rewarded(pending[-1], terms[:, own])
-        ready = [
-            t for t in pending if t.wave.minibatch == 0 and placement.ready(t.wave, newest.index)
-        ]
+        terms = table.terms(self.scorer.weights, config.reward_combination)
+        for trajectory in newest:
+            if trajectory.wave.minibatch == 0:
+                own = [table.index(slot) for slot in trajectory.wave.slots]
+                self.schedule.wave_rewarded(trajectory, terms[:, own])
+        ready = [t for t in pending if t.wave.minibatch == 0 and placement.ready(t.wave, after)]
         waits = needs_all_groups(config.advantage, config.reward_combination)
-        if waits and newest is not placement.waves[-1]:
+        if waits and after != placement.waves[-1].index:
             if mean_is_final_early(config.advantage, config.reward_combination):
                 for slot in (slot for t in ready for slot in t.wave.slots):
                     known = advantages.select([table.index(slot)])
                     self.schedule.group_complete(slot.group, known)
             return
-        last = newest.index >= max(w.index for w in placement.waves if w.minibatch == 0)
         for trajectory in ready:
             pending.remove(trajectory)
-            is_last = last and trajectory is ready[-1]
-            self._backward(self.schedule, trajectory, table, advantages, stats, is_last)
+        is_last = after >= max(w.index for w in placement.waves if w.minibatch == 0)
+        if ready:
+            self._train(self.schedule, ready, table, advantages, stats, is_last)
 
     def _replay_update(
         self,
@@ -262,27 +253,25 @@ class IterationRunner:
         stats, advantages = UpdateStats(), self._advantages(table)
         with collecting_gradients(self.model):
             own = [t for t in pending if t.wave.minibatch == minibatch]
-            for trajectory in own:
-                is_last = trajectory is own[-1]
-                self._backward(self.replay, trajectory, table, advantages, stats, is_last)
+            self._train(self.replay, own, table, advantages, stats, is_last=True)
         return self._finish_update(stats, apply_update)
 
-    def _backward(
+    def _train(
         self,
         schedule: Schedule,
-        trajectory: WaveTrajectory,
+        trajectories: Sequence[WaveTrajectory],
         table: RewardTable,
         advantages: Advantages,
         stats: UpdateStats,
         is_last: bool,
     ) -> None:
-        own = advantages.select([table.index(slot) for slot in trajectory.wave.slots])
+        ready = [
+            (t, advantages.select([table.index(slot) for slot in t.wave.slots]))
+            for t in trajectories
+        ]
         if schedule is self.schedule and self._check is not None:
-            self._check.keep(trajectory, own)
-        if is_last and isinstance(schedule, DeferredSchedule):
-            schedule.backward(trajectory, own, stats, self._around_last)
-        else:
-            schedule.backward(trajectory, own, stats)
+            self._check.keep(ready)
+        schedule.train(ready, stats, self._around_last if is_last else nullcontext)
 
     def _advantages(self, table: RewardTable) -> Advantages:
         config = self.config

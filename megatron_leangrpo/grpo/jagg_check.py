@@ -1,6 +1,7 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """Measures the gradient of an approximate schedule against the exact one of the same rollout."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -25,25 +26,26 @@ class GradientCheck:
         self.replay, self.buffers = replay, buffers
         self._kept: list[tuple[WaveTrajectory, Advantages]] = []
 
-    def keep(self, trajectory: WaveTrajectory, advantages: Advantages) -> None:
-        """Remember a trajectory as data, before its backward takes it apart."""
-        windows = [
-            Window([replace(step, velocity=step.velocity.detach())]) for step in trajectory.steps
-        ]
-        self._kept.append((replace(trajectory, windows=windows), advantages))
+    def keep(self, ready: Sequence[tuple[WaveTrajectory, Advantages]]) -> None:
+        """Remember trajectories as data, before their backwards take them apart."""
+        for trajectory, advantages in ready:
+            windows = [
+                Window([replace(step, velocity=step.velocity.detach())])
+                for step in trajectory.steps
+            ]
+            self._kept.append((replace(trajectory, windows=windows), advantages))
 
     def measure(self, model: torch.nn.Module) -> dict[str, float]:
         """Compare, and leave the approximate gradient in the buffers, summed over all ranks."""
         approximate = self.buffers.take()
         with collecting_gradients(model):
-            for trajectory, advantages in self._kept:
-                self.replay.backward(trajectory, advantages, UpdateStats())
+            self.replay.train(self._kept, UpdateStats())
         reduce_gradients(model, whole=True)
         exact = self.buffers.take()
         self.buffers.put(approximate)
         reduce_gradients(model, whole=True)
         product = self.buffers.inner_product
-        approximate = self.buffers.current
+        approximate = self.buffers.own
         squares = product(approximate, approximate), product(exact, exact)
         mixed = product(approximate, exact)
         self.buffers.release(exact)

@@ -15,7 +15,7 @@ from megatron_leangrpo.diffusion.kernels import log_prob
 from megatron_leangrpo.grpo.experiment import Experiment
 from megatron_leangrpo.grpo.placement import Group
 from megatron_leangrpo.grpo.policy import Policy
-from megatron_leangrpo.grpo.rollout import roll_out_wave
+from megatron_leangrpo.grpo.rollout import WaveRollout
 from megatron_leangrpo.grpo.schedules.jagg import single_steps
 from megatron_leangrpo.grpo.trajectory import TrainedStep, WaveTrajectory
 from megatron_leangrpo.models.experts import idle_in_host
@@ -61,13 +61,14 @@ def measure_precision(experiment: Experiment) -> Precision:
     config, settings = experiment.config, experiment.settings
     prompts = experiment.sampler.batch(0)
     groups = [Group(i, prompt) for i, prompt in enumerate(prompts)]
-    wave = experiment.runner("replay").place(groups, 0).waves[0]
+    runner = experiment.runner("replay")
+    wave = runner.place(groups, 0).waves[0]
     conditioning = experiment.encode([groups[slot.group].prompt.text for slot in wave.slots])
     plans = settings.plans(wave, 0)
     with idle_in_host(experiment.policy.model):
-        trajectory = roll_out_wave(
-            experiment.policy, settings, wave, conditioning, 0, plans, single_steps(plans)
-        )
+        sampling = settings.begin(wave, 0, plans, experiment.policy.latent_dtype)
+        rollout = WaveRollout(sampling, wave, conditioning, single_steps(plans))
+        (trajectory,) = runner.passes.roll_out([rollout])
         steps = (trajectory.steps[0], trajectory.steps[-1])
         noise = max(_noise(experiment.policy, trajectory, step) for step in steps)
     largest = torch.tensor(noise, dtype=torch.float64, device=platform.device())

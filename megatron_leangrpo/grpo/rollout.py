@@ -1,20 +1,19 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """The rollout of one wave: noise by sample, the sampling loop, and what the update will need."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from megatron_leangrpo import platform
 from megatron_leangrpo.conditioning.encoders import Conditioning
 from megatron_leangrpo.config import SamplingConfig
-from megatron_leangrpo.diffusion.kernels import check_kernel, step_coefficients
-from megatron_leangrpo.diffusion.sampler import rollout
+from megatron_leangrpo.diffusion.kernels import check_kernel
+from megatron_leangrpo.diffusion.sampler import Sampling
 from megatron_leangrpo.diffusion.selection import StepPlan, StepSelector, build_step_selector
 from megatron_leangrpo.diffusion.sigmas import SigmaSchedule, build_sigma_schedule
 from megatron_leangrpo.grpo.placement import Wave
-from megatron_leangrpo.grpo.policy import Policy
 from megatron_leangrpo.grpo.trajectory import TrainedStep, WaveTrajectory, Window
 from megatron_leangrpo.parallel.noise import initial_noise_batch, step_noise_batch
 
@@ -70,6 +69,22 @@ class RolloutSettings:
             for slot in wave.slots
         ]
 
+    def begin(
+        self, wave: Wave, iteration: int, plans: Sequence[StepPlan], dtype: torch.dtype
+    ) -> Sampling:
+        """Draw the noise that a wave starts from; its latents are of `dtype`."""
+        samples = [(slot.prompt_id, slot.member) for slot in wave.slots]
+        starts = [(i, None if self.shared_initial_noise else member) for i, member in samples]
+        shape, device = self.latent_shape, platform.device()
+        x = initial_noise_batch(self.seed, iteration, starts, shape, dtype).to(device)
+
+        def noise(step: int) -> torch.Tensor:
+            drawn = step_noise_batch(self.seed, iteration, samples, step, shape, dtype)
+            return drawn.to(device)
+
+        kernel = self.kernel, self.level
+        return Sampling(x, self.schedule, *kernel, plans, noise, self.output)
+
 
 def sigma_schedule(config: SamplingConfig, num_steps: int, image_tokens: int) -> SigmaSchedule:
     """Build the run's sigma schedule with `num_steps` steps."""
@@ -82,90 +97,78 @@ def sigma_schedule(config: SamplingConfig, num_steps: int, image_tokens: int) ->
     )
 
 
-def roll_out_wave(
-    policy: Policy,
-    settings: RolloutSettings,
-    wave: Wave,
-    conditioning: Conditioning,
-    iteration: int,
-    plans: Sequence[StepPlan],
-    windows: Sequence[Sequence[int]],
-    on_window: Callable[[WaveTrajectory, Window], None] | None = None,
-) -> WaveTrajectory:
-    """Sample the trajectories of a wave.
+class WaveRollout:
+    """A wave on its way through the sampling steps; whoever has a velocity calls `draw`.
 
-    `windows` are the trained steps, grouped. With `on_window` the ends of each window are recorded
-    by autograd, and the window is handed to it as soon as its last step is drawn.
+    `windows` are the trained steps, grouped.
     """
-    samples = [(slot.prompt_id, slot.member) for slot in wave.slots]
-    device, dtype, shape = platform.device(), policy.latent_dtype, settings.latent_shape
-    shared = settings.shared_initial_noise
-    starts = [(prompt, None if shared else member) for prompt, member in samples]
-    x = initial_noise_batch(settings.seed, iteration, starts, shape, dtype).to(device)
 
-    def noise(step: int) -> torch.Tensor:
-        return step_noise_batch(settings.seed, iteration, samples, step, shape, dtype).to(device)
+    def __init__(
+        self,
+        sampling: Sampling,
+        wave: Wave,
+        conditioning: Conditioning,
+        windows: Sequence[Sequence[int]],
+    ) -> None:
+        self.sampling, self.windows = sampling, windows
+        self.trajectory = WaveTrajectory(wave, conditioning)
+        self._open: list[TrainedStep] = []
+        """Steps of the window that is being drawn."""
 
-    recorder = _Recorder(
-        WaveTrajectory(wave, conditioning), settings, plans, windows, on_window, device
-    )
-    recorder.trajectory.latents = rollout(
-        lambda x, timestep: policy(x, timestep, conditioning),
-        x,
-        settings.schedule,
-        settings.kernel,
-        settings.level,
-        plans,
-        noise,
-        hook=recorder,
-        output=settings.output,
-    )
-    return recorder.trajectory
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether the first update trains the wave: only its graphs are worth keeping."""
+        return self.trajectory.wave.minibatch == 0
 
+    def is_trained(self, step: int) -> bool:
+        """Whether some trajectory trains a step."""
+        return any(step in window for window in self.windows)
 
-@dataclass
-class _Recorder:
-    """Keeps the trained steps of a wave as the sampler passes them."""
+    def is_end(self, step: int) -> bool:
+        """Whether a window is differentiated at a step."""
+        return any(step in (window[0], window[-1]) for window in self.windows)
 
-    trajectory: WaveTrajectory
-    settings: RolloutSettings
-    plans: Sequence[StepPlan]
-    windows: Sequence[Sequence[int]]
-    on_window: Callable[[WaveTrajectory, Window], None] | None
-    device: torch.device
-    open: list[TrainedStep] = field(default_factory=list)
-    """Steps of the window that is being drawn."""
+    def draw(
+        self, velocity: torch.Tensor, reference_velocity: torch.Tensor | None = None
+    ) -> Window | None:
+        """Draw a step and keep what an update needs; return the window that it completes."""
+        step, x = self.sampling.step, self.sampling.x
+        drawn = self.sampling.advance(velocity)
+        return self._keep(step, x, drawn.x_next, drawn.log_prob, velocity, reference_velocity)
 
-    def keeps_graph(self, step: int) -> bool:
-        return self.on_window is not None and any(
-            step in (window[0], window[-1]) for window in self.windows
-        )
+    def pass_by(self, step: int, x: torch.Tensor | None = None) -> None:
+        """Take note of a step that another pipeline stage draws; the first one has its latents."""
+        nothing = torch.empty(0, device=platform.device())
+        self._keep(step, nothing if x is None else x, nothing, nothing, nothing)
 
-    def record(self, step, velocity, x, x_next, log_prob) -> None:
+    def finish(self, latents: torch.Tensor) -> WaveTrajectory:
+        """Return the trajectory with its final latents."""
+        self.trajectory.latents = latents
+        return self.trajectory
+
+    def _keep(self, step: int, *tensors: torch.Tensor | None) -> Window | None:
         window = next((window for window in self.windows if step in window), None)
         if window is None:
-            return
-        self.open.append(self._trained_step(step, velocity, x, x_next, log_prob))
-        if step == window[-1]:
-            closed, self.open = Window(self.open), []
-            self.trajectory.windows.append(closed)
-            if self.on_window is not None:
-                self.on_window(self.trajectory, closed)
+            return None
+        self._open.append(self._trained_step(step, *tensors))
+        if step != window[-1]:
+            return None
+        closed, self._open = Window(self._open), []
+        self.trajectory.windows.append(closed)
+        return closed
 
-    def _trained_step(self, step, velocity, x, x_next, log_prob) -> TrainedStep:
-        settings = self.settings
-        stochastic = [step in plan.stochastic for plan in self.plans]
-        coefficients = step_coefficients(
-            settings.kernel, settings.level, settings.schedule.sigmas, step, stochastic
-        ).to(self.device)
-        trained = [step in plan.trained for plan in self.plans]
+    def _trained_step(
+        self, step: int, x, x_next, old_log_prob, velocity, reference_velocity=None
+    ) -> TrainedStep:
+        trained = [step in plan.trained for plan in self.sampling.plans]
         return TrainedStep(
             index=step,
-            timestep=settings.schedule.timesteps[step].to(x).expand(x.shape[0]),
-            coefficients=coefficients,
+            timestep=self.sampling.timestep_at(step),
+            coefficients=self.sampling.coefficients(step),
             x=x,
             x_next=x_next,
-            old_log_prob=log_prob,
-            trained=torch.tensor(trained, device=self.device),
+            old_log_prob=old_log_prob,
+            trained=torch.tensor(trained, device=platform.device()),
             velocity=velocity,
+            reference_velocity=reference_velocity,
         )

@@ -12,7 +12,11 @@ from megatron_leangrpo.grpo.placement import Wave
 
 @dataclass
 class TrainedStep:
-    """One trained step of a wave, one row a trajectory; an `objective.RecordedStep`."""
+    """One trained step of a wave, one row a trajectory; an `objective.RecordedStep`.
+
+    Of a policy cut into pipeline stages the last one has all of it. On the others latents and
+    velocities are empty, but for `x` on the first.
+    """
 
     index: int
     """Position in the rollout, from 0."""
@@ -26,6 +30,8 @@ class TrainedStep:
     """`[b]` bool: which trajectories train this step; the others have weight 0."""
     velocity: torch.Tensor
     """The rollout's velocity `[b, s, c]`; carries its graph where the schedule kept one."""
+    reference_velocity: torch.Tensor | None = None
+    """The reference's at the same latents, where there is a KL term."""
 
 
 @dataclass

@@ -136,7 +136,8 @@ def kept_data(work: Workload, batch: Batch) -> int:
     steps = math.ceil(work.trained_steps_of(batch.wave_size))
     latent = batch.wave_size * work.latent
     prompt = batch.wave_size * work.shape.text_tokens * work.shape.text_width * work.width
-    # Every trained step leaves its velocity and the latents it led to; what is being sampled or
-    # weighed has a few tensors of that size more.
-    waiting = batch.pending * ((2 * steps + 1) * latent + prompt * (2 if work.guided else 1))
+    # Every trained step leaves its velocity, the reference's and the latents it led to; what is
+    # being sampled or weighed has a few tensors of that size more.
+    latents = (2 + work.kl) * steps + 1
+    waiting = batch.pending * (latents * latent + prompt * (2 if work.guided else 1))
     return waiting + 4 * latent

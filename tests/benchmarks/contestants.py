@@ -77,7 +77,7 @@ def our_contestant(
         run=iteration.run,
         gradients=lambda: experiment.architecture.export_gradients(experiment.model),
         transformer=unwrapped(experiment.model),
-        buffers=lambda: GradientBuffers(experiment.model).current,
+        buffers=lambda: GradientBuffers(experiment.model).own,
         first_cost="retain" if schedule == "jagg" else cost or schedule,
     )
 

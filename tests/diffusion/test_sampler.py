@@ -1,11 +1,13 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""The sampling loop: what the policy and the hook see, and what comes out."""
+"""The sampling steps: what the policy sees, and what comes out."""
+
+import itertools
 
 import pytest
 import torch
 
 from megatron_leangrpo.diffusion.kernels import log_prob, step_coefficients
-from megatron_leangrpo.diffusion.sampler import rollout
+from megatron_leangrpo.diffusion.sampler import Sampling, rollout
 from megatron_leangrpo.diffusion.selection import DETERMINISTIC, StepPlan
 from megatron_leangrpo.diffusion.sigmas import build_sigma_schedule
 
@@ -13,16 +15,16 @@ SCHEDULE = build_sigma_schedule("static_shift", 4, shift=3.0)
 ALL = StepPlan((0, 1, 2, 3), (0, 1, 2))
 
 
-class Recorder:
-    def __init__(self, kept=()):
-        self.kept, self.asked, self.steps = kept, [], []
-
-    def keeps_graph(self, step):
-        self.asked.append(step)
-        return step in self.kept
-
-    def record(self, step, velocity, x, x_next, log_prob):
-        self.steps.append((step, velocity, x, x_next, log_prob))
+def recorded(policy, x, kernel, level, plans, noise, kept=range(4)):
+    """Sample step by step: the sampling, and (step, velocity, x, x_next, log_prob) of each."""
+    sampling, steps = Sampling(x, SCHEDULE, kernel, level, plans, noise), []
+    while not sampling.is_done:
+        step, x = sampling.step, sampling.x
+        with torch.set_grad_enabled(step in kept):
+            velocity = policy(x, sampling.timestep)
+        drawn = sampling.advance(velocity)
+        steps.append((step, velocity, x, drawn.x_next, drawn.log_prob))
+    return sampling, steps
 
 
 class Policy(torch.nn.Module):
@@ -63,21 +65,20 @@ def test_ode_sampling_integrates_a_constant_velocity_exactly(shape):
     torch.testing.assert_close(final, x - velocity, rtol=0, atol=1e-14)
 
 
-def test_hook_chooses_the_steps_that_keep_a_graph():
-    policy, hook = Policy(), Recorder(kept=(1, 2))
+def test_only_velocities_carry_graphs():
     x = torch.randn(2, 6, 4, requires_grad=True)
-    final = rollout(policy, x, SCHEDULE, "flow_sde", 0.7, [ALL] * 2, noise_like(x.shape), hook=hook)
-    assert hook.asked == [0, 1, 2, 3]
-    assert [step for step, *_ in hook.steps] == [0, 1, 2, 3]
-    assert [velocity.requires_grad for _, velocity, *_ in hook.steps] == [False, True, True, False]
-    for _, _, x_in, x_next, value in hook.steps:
+    noise = noise_like(x.shape)
+    sampling, steps = recorded(Policy(), x, "flow_sde", 0.7, [ALL] * 2, noise, kept=(1, 2))
+    assert [step for step, *_ in steps] == [0, 1, 2, 3]
+    assert [velocity.requires_grad for _, velocity, *_ in steps] == [False, True, True, False]
+    for _, _, x_in, x_next, value in steps:
         assert not (x_in.requires_grad or x_next.requires_grad or value.requires_grad)
-    assert not final.requires_grad
-    for before, after in zip(hook.steps, hook.steps[1:]):
+    assert not sampling.result.requires_grad
+    for before, after in itertools.pairwise(steps):
         assert after[2] is before[3]
 
 
-def test_without_a_hook_nothing_is_recorded_by_autograd():
+def test_a_rollout_records_nothing():
     policy, seen = Policy(), []
 
     def watched(x, timestep):
@@ -121,8 +122,8 @@ def test_samples_with_different_windows_do_not_disturb_each_other():
     plans = [StepPlan((0, 1), (0, 1)), StepPlan((2,), (2,)), DETERMINISTIC, ALL]
     x = torch.randn(4, 6, 4, dtype=torch.float64)
     noise = noise_like(x.shape, torch.float64)
-    hook = Recorder()
-    together = rollout(policy, x, SCHEDULE, "flow_sde", 0.7, plans, noise, hook=hook)
+    sampling, steps = recorded(policy, x, "flow_sde", 0.7, plans, noise)
+    together = sampling.result.detach()
     for i, plan in enumerate(plans):
 
         def own_noise(step, i=i):
@@ -131,7 +132,7 @@ def test_samples_with_different_windows_do_not_disturb_each_other():
         alone = rollout(policy, x[i : i + 1], SCHEDULE, "flow_sde", 0.7, [plan], own_noise)
         # matrix products of other batch sizes may round differently
         torch.testing.assert_close(together[i : i + 1], alone, rtol=0, atol=1e-14)
-        for step, *_, value in hook.steps:
+        for step, *_, value in steps:
             assert (value[i] != 0) == (step in plan.stochastic)
 
 
@@ -150,12 +151,12 @@ def test_noise_is_drawn_only_where_some_sample_is_stochastic():
 @pytest.mark.parametrize("model_dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("kernel", ["flow_sde", "dance_sde", "cps"])
 def test_replaying_a_recorded_step_gives_ratio_one_bit_for_bit(kernel, model_dtype):
-    policy, hook = Policy(model_dtype), Recorder()
+    policy = Policy(model_dtype)
     latent_dtype = torch.promote_types(model_dtype, torch.float32)
     x = torch.randn(3, 6, 4, dtype=latent_dtype)
     plans = [ALL, StepPlan((1,), (1,)), DETERMINISTIC]
-    rollout(policy, x, SCHEDULE, kernel, 0.3, plans, noise_like(x.shape), hook=hook)
-    for step, _, x_in, x_next, old in hook.steps:
+    _, steps = recorded(policy, x, kernel, 0.3, plans, noise_like(x.shape))
+    for step, _, x_in, x_next, old in steps:
         assert x_next.dtype == old.dtype == latent_dtype
         stochastic = [step in plan.stochastic for plan in plans]
         c = step_coefficients(kernel, 0.3, SCHEDULE.sigmas, step, stochastic)

@@ -11,7 +11,7 @@ from megatron_leangrpo.diffusion.kernels import (
     on_policy_velocity_gradient,
     step_coefficients,
 )
-from megatron_leangrpo.diffusion.sampler import rollout
+from megatron_leangrpo.diffusion.sampler import Sampling
 from megatron_leangrpo.diffusion.selection import FirstFraction
 from megatron_leangrpo.diffusion.sigmas import SigmaSchedule, build_sigma_schedule
 from megatron_leangrpo.grpo.advantages import compute_advantages
@@ -51,26 +51,6 @@ class LinearPolicy(torch.nn.Module):
         return x @ self.W.T + timestep[:, None] * self.b + self.c
 
 
-class Trajectory:
-    """A hook that stores the trained steps, with or without their graphs."""
-
-    def __init__(self, problem, schedule, keep_graphs):
-        self.problem, self.schedule, self.keep_graphs = problem, schedule, keep_graphs
-        self.trained, self.latents, self.log_probs = [], [], []
-
-    def keeps_graph(self, step):
-        return self.keep_graphs and step in self.problem["trained_steps"]
-
-    def record(self, step, velocity, x, x_next, value):
-        self.latents.append(x_next)
-        self.log_probs.append(value)
-        if step in self.problem["trained_steps"]:
-            c = step_coefficients(*kernel_of(self.problem), self.schedule.sigmas, step)
-            everyone = torch.ones(len(x), dtype=torch.bool)
-            timestep = self.schedule.timesteps[step].expand(len(x))
-            self.trained.append(Step(x, x_next, value, c, velocity, everyone, timestep))
-
-
 class Run:
     """One rollout of a problem by the package's own sampler."""
 
@@ -79,31 +59,48 @@ class Run:
         sigmas = tensor(problem["sigmas"])
         schedule = SigmaSchedule(sigmas, sigmas[:-1])
         self.policy = LinearPolicy(problem)
-        self.trajectory = Trajectory(problem, schedule, keep_graphs)
+        self.trained, self.latents, self.log_probs = [], [], []
         plan = FirstFraction(5).plan(0, 0, 0, 0)
         assert list(plan.trained) == problem["trained_steps"]
         self.noise = tensor(problem["eps"])
-        self.final = rollout(
-            self.policy,
+        output = "predicted_x0" if problem["reward_on"].startswith("x0_pred") else "final"
+        sampling = Sampling(
             tensor(problem["x_init"]),
             schedule,
             *kernel_of(problem),
             [plan] * 6,
             lambda step: self.noise[step],
-            hook=self.trajectory,
-            output="predicted_x0" if problem["reward_on"].startswith("x0_pred") else "final",
+            output,
         )
+        while not sampling.is_done:
+            self.draw(sampling, keep_graphs)
+        self.final = sampling.result
         self.rewards = -((self.final - tensor(problem["target"])) ** 2).mean(1)
         ids = torch.tensor(problem["group_ids"])
         self.advantages = compute_advantages(self.rewards, ids, CONVENTIONS[name]).values
 
+    def draw(self, sampling, keep_graphs):
+        """Draw a step and store it, if it is trained, with or without its graph."""
+        step, x, timestep = sampling.step, sampling.x, sampling.timestep
+        trained = step in self.problem["trained_steps"]
+        with torch.set_grad_enabled(keep_graphs and trained):
+            velocity = self.policy(x, timestep)
+        drawn = sampling.advance(velocity)
+        self.latents.append(drawn.x_next)
+        self.log_probs.append(drawn.log_prob)
+        if trained:
+            c = step_coefficients(*kernel_of(self.problem), sampling.schedule.sigmas, step)
+            everyone = torch.ones(len(x), dtype=torch.bool)
+            old = drawn.x_next, drawn.log_prob
+            self.trained.append(Step(x, *old, c, velocity, everyone, timestep))
+
     def update(self, objective, replay):
         """Accumulate the gradient over samples and trained steps; returns loss and ratios."""
         total, ratios = 0.0, []
-        for step in self.trajectory.trained:
+        for step in self.trained:
             velocity = self.policy(step.x, step.timestep) if replay else step.velocity
             loss, stats = step_loss(velocity, step, self.advantages, objective)
-            scaled = loss.sum() / (len(loss) * len(self.trajectory.trained))
+            scaled = loss.sum() / (len(loss) * len(self.trained))
             scaled.backward()
             total += scaled.item()
             ratios.append(stats["ratio"])
@@ -128,8 +125,8 @@ def test_schedule_is_a_static_shift(name):
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_rollout_rewards_and_advantages_equal_the_reference(name):
     run, problem = Run(name), PROBLEMS[name]
-    close(torch.stack(run.trajectory.latents), problem["trajectory"][1:])
-    close(torch.stack(run.trajectory.log_probs), problem["old_logp"])
+    close(torch.stack(run.latents), problem["trajectory"][1:])
+    close(torch.stack(run.log_probs), problem["old_logp"])
     close(run.final, problem["final"])
     close(run.rewards, problem["rewards"])
     close(run.advantages, problem["advantages"])
@@ -162,7 +159,7 @@ def test_gradient_is_linear_in_the_advantages_known_before_the_reward(name):
     """Each sample's own gradient, backpropagated with the noise alone, then weighted."""
     run, problem = Run(name, keep_graphs=True), PROBLEMS[name]
     total_W, total_b = torch.zeros(4, 4).double(), torch.zeros(4).double()
-    for index, step in zip(problem["trained_steps"], run.trajectory.trained):
+    for index, step in zip(problem["trained_steps"], run.trained):
         cotangent = -on_policy_velocity_gradient(run.noise[index], step.coefficients)
         for sample, advantage in enumerate(run.advantages):
             grads = torch.autograd.grad(

@@ -16,6 +16,7 @@ from megatron_leangrpo import platform
 from megatron_leangrpo.checkpoint.stored import StoredTensors
 from megatron_leangrpo.grpo.experiment import Experiment
 from megatron_leangrpo.grpo.optimization import build_optimization
+from megatron_leangrpo.grpo.passes import WholeModel
 from megatron_leangrpo.grpo.schedules import ReplaySchedule
 from megatron_leangrpo.grpo.stats import UpdateStats
 from megatron_leangrpo.models.experts import NAMES, runs_high, transformers_of
@@ -40,27 +41,32 @@ def start(prompts: str, **sections: Any) -> Experiment:
 def test_each_gradient_is_that_of_one_transformer_on_the_steps_that_are_its_own(prompts, schedule):
     experiment = start(prompts)
     runner, kept = experiment.runner(schedule), []
-    backward = runner.schedule.backward
+    train = runner.schedule.train
 
-    def keep(trajectory: Any, advantages: Any, *others: Any) -> None:
-        windows = [
-            dataclasses.replace(
-                window,
-                steps=[dataclasses.replace(s, velocity=s.velocity.detach()) for s in window.steps],
-            )
-            for window in trajectory.windows
-        ]
-        kept.append((dataclasses.replace(trajectory, windows=windows), advantages))
-        backward(trajectory, advantages, *others)
+    def keep(ready: Any, *others: Any) -> None:
+        for trajectory, advantages in ready:
+            windows = [
+                dataclasses.replace(
+                    window,
+                    steps=[
+                        dataclasses.replace(s, velocity=s.velocity.detach()) for s in window.steps
+                    ],
+                )
+                for window in trajectory.windows
+            ]
+            kept.append((dataclasses.replace(trajectory, windows=windows), advantages))
+        train(ready, *others)
 
-    runner.schedule.backward = keep
+    runner.schedule.train = keep
     runner.run(0, experiment.sampler.batch(0))
     found = {name: p.main_grad.clone() for name, p in experiment.policy.model.named_parameters()}
     boundary = experiment.policy.model.noise_boundary
     for name, expert in zip(NAMES, transformers_of(experiment.policy.model)):
         # Its own gradients, not megatron's buffers.
         alone = _copy_without_buffers(expert)
-        replay = ReplaySchedule(experiment.policy.over(alone), runner.schedule.objective)
+        buffers, objective = runner.schedule.buffers, runner.schedule.objective
+        passes = WholeModel(experiment.policy.over(alone), None, buffers)
+        replay = ReplaySchedule(passes, objective, buffers)
         replay.begin(runner.schedule.scale)
         steps = 0
         for trajectory, advantages in kept:
@@ -70,7 +76,8 @@ def test_each_gradient_is_that_of_one_transformer_on_the_steps_that_are_its_own(
                 if runs_high(window.steps[0].timestep, boundary) == (name == "high")
             ]
             steps += len(own)
-            replay.backward(dataclasses.replace(trajectory, windows=own), advantages, UpdateStats())
+            part = dataclasses.replace(trajectory, windows=own)
+            replay.train([(part, advantages)], UpdateStats())
         assert steps
         for parameter_name, parameter in alone.named_parameters():
             error = tiny.relative_l2(found[f"{name}.{parameter_name}"], parameter.grad)

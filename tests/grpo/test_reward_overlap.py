@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megatron_leangrpo import platform
-from megatron_leangrpo.grpo import iteration as iteration_module
 from megatron_leangrpo.grpo.experiment import Experiment
+from megatron_leangrpo.grpo.passes import WholeModel
 from megatron_leangrpo.grpo.scoring import Scorer
 from tests.grpo import tiny
 
@@ -53,15 +53,15 @@ def test_replay_rolls_out_the_next_wave_while_rewards_are_computed(prompts):
     changed = threading.Condition()
     (name,) = experiment.scorer.reward.rewards
     experiment.scorer.reward.rewards[name] = WaitsForTheNextRollout(rollouts, changed)
-    roll_out = iteration_module.roll_out_wave
+    roll_out = WholeModel.roll_out
 
-    def recorded(policy, settings, wave, *others):
+    def recorded(passes, waves, *others):
         with changed:
-            rollouts.append(wave.index)
+            rollouts.extend(wave.trajectory.wave.index for wave in waves)
             changed.notify_all()
-        return roll_out(policy, settings, wave, *others)
+        return roll_out(passes, waves, *others)
 
-    with mock.patch.object(iteration_module, "roll_out_wave", recorded):
+    with mock.patch.object(WholeModel, "roll_out", recorded):
         tiny.first_gradient(experiment, "replay")
     assert rollouts == list(range(WAVES))
 

@@ -8,18 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_leangrpo.diffusion.kernels import step_coefficients
-from megatron_leangrpo.diffusion.sampler import rollout
+from megatron_leangrpo.diffusion.sampler import Sampling
 from megatron_leangrpo.diffusion.selection import FirstFraction
 from megatron_leangrpo.diffusion.sigmas import SigmaSchedule
 from megatron_leangrpo.grpo.advantages import compute_advantages
 from megatron_leangrpo.grpo.gradient_buffers import GradientBuffers
 from megatron_leangrpo.grpo.objective import Objective
+from megatron_leangrpo.grpo.passes import WholeModel
 from megatron_leangrpo.grpo.placement import Slot, Wave
+from megatron_leangrpo.grpo.rollout import WaveRollout
 from megatron_leangrpo.grpo.schedules import SCHEDULES
 from megatron_leangrpo.grpo.schedules.jagg import consecutive_windows
 from megatron_leangrpo.grpo.stats import UpdateStats
-from megatron_leangrpo.grpo.trajectory import TrainedStep, WaveTrajectory, Window
 from tests.grpo.test_end_to_end_vectors import CONVENTIONS, PROBLEMS, LinearPolicy, close
 from tests.vectors import kernel_of, tensor
 
@@ -27,81 +27,66 @@ PLAN = FirstFraction(5).plan(0, 0, 0, 0)
 
 
 class FlatGradients:
-    """A linear policy whose gradients are views into one flat buffer, as megatron's are."""
+    """A linear policy whose gradients collect in one flat buffer, as in megatron's wrapper."""
 
     def __init__(self, problem):
         self.policy = LinearPolicy(problem)
         sizes = [p.numel() for p in self.policy.parameters()]
         flat = torch.zeros(sum(sizes), dtype=torch.float64)
-        for parameter, view in zip(self.policy.parameters(), flat.split(sizes)):
-            parameter.grad = view.view_as(parameter)
-        self.buffers = [SimpleNamespace(grad_data=flat)]
+        places, end = {}, 0
+        for parameter in self.policy.parameters():
+            start, end = end, end + parameter.numel()
+            parameter.main_grad = flat[start:end].view_as(parameter)
+            parameter.register_post_accumulate_grad_hook(self._collect)
+            places[parameter] = (start, end)
+        self.buffers = [SimpleNamespace(grad_data=flat, param_index_map=places)]
         self.expert_parallel_buffers = []
 
+    @staticmethod
+    def _collect(parameter):
+        parameter.main_grad += parameter.grad
+        parameter.grad = None
 
-class Recorder:
-    """Hands windows of one sample's trajectory to a schedule, as the package's rollout does."""
 
-    def __init__(self, problem, schedule, trajectory, window_size, stats):
-        self.problem, self.schedule, self.trajectory = problem, schedule, trajectory
-        self.windows, self.stats = consecutive_windows([PLAN], window_size), stats
-        self.open = []
+class Policy:
+    """The problem's policy; the conditioning is the number of the sample."""
 
-    def keeps_graph(self, step):
-        ends = {end for window in self.windows for end in (window[0], window[-1])}
-        return self.schedule.keeps_graph and step in ends
+    def __init__(self, problem, linear):
+        self.linear, self.prompts = linear, tensor(problem["c"])
 
-    def record(self, step, velocity, x, x_next, log_prob):
-        window = next((window for window in self.windows if step in window), None)
-        if window is None:
-            return
-        sigmas = tensor(self.problem["sigmas"])
-        c = step_coefficients(*kernel_of(self.problem), sigmas, step)
-        everyone = torch.ones(len(x), dtype=torch.bool)
-        timestep = sigmas[step].expand(len(x))
-        self.open.append(TrainedStep(step, timestep, c, x, x_next, log_prob, everyone, velocity))
-        if step == window[-1]:
-            closed, self.open = Window(self.open), []
-            self.trajectory.windows.append(closed)
-            if self.schedule.keeps_graph:
-                self.schedule.window_drawn(self.trajectory, closed, self.stats)
+    def __call__(self, x, timestep, sample):
+        return x @ self.linear.W.T + timestep[:, None] * self.linear.b + self.prompts[[sample]]
 
 
 def gradient(name, schedule_name, window_size):
     """Roll out one sample at a time and let the schedule do the rest."""
     problem, stats = PROBLEMS[name], UpdateStats()
     model = FlatGradients(problem)
-    prompts = tensor(problem["c"])
-
-    def policy(x, timestep, sample):
-        return x @ model.policy.W.T + timestep[:, None] * model.policy.b + prompts[[sample]]
-
-    schedule = SCHEDULES[schedule_name](
-        policy, Objective(clip_range=1e-4), None, GradientBuffers(model)
-    )
+    buffers = GradientBuffers(model)
+    passes = WholeModel(Policy(problem, model.policy), None, buffers)
+    schedule = SCHEDULES[schedule_name](passes, Objective(clip_range=1e-4), buffers)
     schedule.begin(1 / (6 * len(PLAN.trained)))
     groups, rewards = problem["group_ids"], tensor(problem["rewards"])
     advantages = compute_advantages(rewards, torch.tensor(groups), CONVENTIONS[name])
     sigmas, noise = tensor(problem["sigmas"]), tensor(problem["eps"])
     trajectories = []
     for sample in range(6):
-        wave = Wave(sample, 0, (Slot(groups[sample], sample, 0),))
-        trajectory = WaveTrajectory(wave, sample)
-        trajectory.latents = rollout(
-            lambda x, t, sample=sample: policy(x, t, sample),
+        sampling = Sampling(
             tensor(problem["x_init"])[[sample]],
             SigmaSchedule(sigmas, sigmas[:-1]),
             *kernel_of(problem),
             [PLAN],
             lambda step, sample=sample: noise[step][[sample]],
-            hook=Recorder(problem, schedule, trajectory, window_size, stats),
         )
-        schedule.wave_rewarded(trajectory, rewards[None, [sample]])
-        trajectories.append(trajectory)
-    for sample, trajectory in enumerate(trajectories):
-        schedule.backward(trajectory, advantages.select([sample]), stats)
+        wave = Wave(sample, 0, (Slot(groups[sample], sample, 0),))
+        windows = consecutive_windows([PLAN], window_size)
+        rollout = WaveRollout(sampling, wave, sample, windows)
+        trajectories += passes.roll_out([rollout], schedule)
+        schedule.wave_rewarded(trajectories[-1], rewards[None, [sample]])
+    ready = [(t, advantages.select([sample])) for sample, t in enumerate(trajectories)]
+    schedule.train(ready, stats)
     schedule.finish()
-    return model.policy.W.grad, model.policy.b.grad
+    return model.policy.W.main_grad, model.policy.b.main_grad
 
 
 @pytest.mark.parametrize("window_size", [1, 2])

@@ -4,10 +4,7 @@
 What DanceGRPO and Flow-GRPO do, and the only schedule that is right off-policy.
 """
 
-import torch
-
 from megatron_leangrpo.grpo.schedules.base import DeferredSchedule
-from megatron_leangrpo.grpo.trajectory import WaveTrajectory, Window
 
 
 class ReplaySchedule(DeferredSchedule):
@@ -15,7 +12,3 @@ class ReplaySchedule(DeferredSchedule):
 
     name = "replay"
     keeps_graph = False
-
-    def velocities(self, trajectory: WaveTrajectory, window: Window) -> list[torch.Tensor]:
-        """Run the forwards of the window's ends again, now with gradients."""
-        return self._replayed(trajectory, window)

@@ -1,10 +1,7 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """Retain: keep the graphs that the rollout built and run their backwards once rewards are known."""
 
-import torch
-
 from megatron_leangrpo.grpo.schedules.base import DeferredSchedule
-from megatron_leangrpo.grpo.trajectory import WaveTrajectory, Window
 
 
 class RetainSchedule(DeferredSchedule):
@@ -12,7 +9,3 @@ class RetainSchedule(DeferredSchedule):
 
     name = "retain"
     keeps_graph = True
-
-    def velocities(self, trajectory: WaveTrajectory, window: Window) -> list[torch.Tensor]:
-        """Return the rollout's own velocities, graphs attached."""
-        return [step.velocity for step in window.ends]

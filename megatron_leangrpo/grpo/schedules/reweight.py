@@ -1,8 +1,8 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """Reweight: run each window's backward at once with advantage 1 and weigh the gradient later.
 
-One trajectory is rolled out at a time, so that the buffers hold the gradient g of one advantage.
-Every advantage is affine in the reward, A = (r - mean) / std, and the gradients of a group's
+The gradient g of a trajectory, of advantage 1, collects in buffers of its own while it is rolled
+out. Every advantage is affine in the reward, A = (r - mean) / std, and the gradients of a group's
 trajectories on this rank are summed into two moments with a shift b, the group's first reward here:
 
     S0 = sum g_i,   S1 = sum (r_i - b) g_i,   sum A_i g_i = (S1 - (mean - b) S0) / std
@@ -12,6 +12,8 @@ Where std is that of all groups, complete groups are pooled and divided when it 
 """
 
 import math
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,10 +21,9 @@ import torch
 from megatron_leangrpo.grpo.advantages import Advantages
 from megatron_leangrpo.grpo.gradient_buffers import Flat, GradientBuffers
 from megatron_leangrpo.grpo.objective import Objective, StepStats, reference_kl, step_loss
-from megatron_leangrpo.grpo.policy import Velocity
-from megatron_leangrpo.grpo.schedules.base import Schedule
+from megatron_leangrpo.grpo.schedules.base import Around, Passes, Schedule, Term
 from megatron_leangrpo.grpo.stats import UpdateStats
-from megatron_leangrpo.grpo.trajectory import TrainedStep, WaveTrajectory, Window
+from megatron_leangrpo.grpo.trajectory import TrainedStep, WaveTrajectory
 
 
 @dataclass
@@ -56,119 +57,82 @@ class _Moments:
                 total = add_scaled(total, first, 1 / std)
         return total
 
+    def release(self) -> None:
+        """Give the buffers back."""
+        for flat in (self.zeroth, *self.first):
+            self.buffers.release(flat)
+
 
 class ReweightSchedule(Schedule):
     """N + 2T forward-equivalents a sample; one step's activations, a few gradient buffers."""
 
     name = "reweight"
     keeps_graph = True
+    at_once = True
 
-    def __init__(
-        self,
-        policy: Velocity,
-        objective: Objective,
-        reference: Velocity | None,
-        buffers: GradientBuffers,
-    ) -> None:
-        super().__init__(policy, objective, reference, buffers)
+    def __init__(self, passes: Passes, objective: Objective, buffers: GradientBuffers) -> None:
+        super().__init__(passes, objective, buffers)
         # The part that is linear in the advantage, whatever its size.
         self._linear = replace(objective, kl_beta=0.0, adv_clip=None)
         self._moments: dict[int, _Moments] = {}
-        self._newest: _Moments | None = None
-        """The moments whose zeroth is the gradient buffers themselves, until they are needed."""
+        self._gradients: dict[int, Flat] = {}
+        """By wave, with advantage 1, until the wave is rewarded."""
         self._total: Flat | None = None
         self._pooled: Flat | None = None
         self._pooled_std = 1.0
         self._stats: dict[int, list[tuple[StepStats, torch.Tensor]]] = {}
         """Statistics of the steps of each wave, which wait for the advantage."""
-        self._wave: Flat | None = None
-        """What the wave's windows have collected, where a KL term shares the buffers."""
 
     def begin(self, scale: float) -> None:
         """Start an update; one that was interrupted leaves nothing behind."""
         super().begin(scale)
-        self._moments, self._newest, self._stats = {}, None, {}
-        self._total = self._pooled = self._wave = None
+        self._moments, self._gradients, self._stats = {}, {}, {}
+        self._total = self._pooled = None
+        self.buffers.reset()
+        # Until the end nothing has to be in the wrapper's own buffers, so they serve as one more.
+        self.buffers.release(self.buffers.own)
 
-    def window_drawn(self, trajectory: WaveTrajectory, window: Window, stats: UpdateStats) -> None:
-        """Run the backward of the window with advantage 1, and of the KL term into the total."""
+    def terms(self, trajectory: WaveTrajectory) -> list[Term]:
+        """The policy's loss with advantage 1, and the KL term, which no advantage scales."""
         assert len(trajectory.wave.slots) == 1, "reweight needs one trajectory a wave"
-        self._free_buffers()
-        one = torch.ones(1, dtype=torch.float64, device=window.steps[0].velocity.device)
+        wave = trajectory.wave.index
+        if wave not in self._gradients:
+            self._gradients[wave] = self.buffers.empty()
         has_kl = self.objective.kl_beta > 0
-        kl = self._backward_kl(trajectory, window) if has_kl else {}
 
         def loss(velocity: torch.Tensor, step: TrainedStep) -> torch.Tensor:
+            one = torch.ones_like(step.old_log_prob, dtype=torch.float64)
             result, step_stats = step_loss(velocity, step, one, self._linear)
             if has_kl:
-                step_stats["kl"] = kl[step.index]
-            self._stats.setdefault(trajectory.wave.index, []).append((step_stats, step.trained))
-            return result
+                step_stats["kl"] = self._kl(velocity.detach(), step).double()
+            self._stats.setdefault(wave, []).append((step_stats, step.trained))
+            return result.sum() * self.scale
 
-        self._backward_window(window, [step.velocity for step in window.ends], loss)
-        for step in window.ends:
-            step.velocity = step.velocity.detach()
+        def kl(velocity: torch.Tensor, step: TrainedStep) -> torch.Tensor:
+            value = torch.where(step.trained, self._kl(velocity, step), 0.0)
+            return value.sum() * self.objective.kl_beta * self.scale
 
-    def _backward_kl(self, trajectory: WaveTrajectory, window: Window) -> dict[int, torch.Tensor]:
-        """The KL gradient does not scale with the advantage: it goes to the total directly.
+        policy = Term(self._gradients[wave], loss)
+        if not has_kl:
+            return [policy]
+        if self._total is None:
+            self._total = self.buffers.empty()
+        return [Term(self._total, kl), policy]
 
-        Returns the term `[b]` of each step.
-        """
-        values = {}
-
-        def loss(velocity: torch.Tensor, step: TrainedStep) -> torch.Tensor:
-            reference = self._reference_velocity(trajectory, step)
-            kl = reference_kl(self.objective.kl_form, velocity, reference, step.coefficients)
-            values[step.index] = kl.detach().double()
-            return torch.where(step.trained, kl, 0.0) * self.objective.kl_beta
-
-        self._wave = self.buffers.add_scaled(self._wave, self.buffers.current, 1.0)
-        self.buffers.clear()
-        velocities = [step.velocity for step in window.ends]
-        self._backward_window(window, velocities, loss, retain_graph=True)
-        self._move_into_total()
-        return values
-
-    def _move_into_total(self) -> None:
-        self._total = self.buffers.add_scaled(self._total, self.buffers.current, 1.0)
-        self.buffers.clear()
+    def _kl(self, velocity: torch.Tensor, step: TrainedStep) -> torch.Tensor:
+        form = self.objective.kl_form
+        return reference_kl(form, velocity, step.reference_velocity, step.coefficients)
 
     def wave_rewarded(self, trajectory: WaveTrajectory, rewards: torch.Tensor) -> None:
         """Add the wave's gradient to the moments of its group."""
-        if self._wave is not None:
-            self.buffers.add_scaled(self.buffers.current, self._wave, 1.0)
-            self.buffers.release(self._wave)
-            self._wave = None
+        gradient = self._gradients.pop(trajectory.wave.index)
         group, values = trajectory.wave.slots[0].group, rewards[:, 0].tolist()
         if group in self._moments:
-            self._moments[group].add(self.buffers.current, values)
-            self.buffers.clear()
+            self._moments[group].add(gradient, values)
+            self.buffers.release(gradient)
         else:
             nothing = [None] * len(values)
-            self._newest = _Moments(self.buffers, values, self.buffers.current, nothing)
-            self._moments[group] = self._newest
-
-    def _free_buffers(self) -> None:
-        """Move the newest group's gradient into a copy, unless the group is complete by now."""
-        if self._newest is not None:
-            self._newest.zeroth, self._newest = self.buffers.take(), None
-
-    def _weigh(
-        self, group: int, total: Flat | None, baseline: list[float], denominator: list[float]
-    ) -> Flat | None:
-        """Return total plus the weighted gradient of a group, whose copies are given back."""
-        moments = self._moments.pop(group, None)
-        if moments is None:
-            return total
-        total = moments.weighted(total, baseline, denominator)
-        if moments is self._newest:
-            self.buffers.clear()
-            self._newest = None
-        else:
-            self.buffers.release(moments.zeroth)
-        for first in moments.first:
-            self.buffers.release(first)
-        return total
+            self._moments[group] = _Moments(self.buffers, values, gradient, nothing)
 
     def group_complete(self, group: int, advantages: Advantages) -> None:
         """Pool a group whose mean is known and whose std, that of all groups, is not yet."""
@@ -177,41 +141,65 @@ class ReweightSchedule(Schedule):
         ones = [1.0 if has else math.inf for has in signal]
         self._pooled = self._weigh(group, self._pooled, baseline, ones)
 
-    def backward(
-        self, trajectory: WaveTrajectory, advantages: Advantages, stats: UpdateStats
+    def _weigh(
+        self, group: int, total: Flat | None, baseline: list[float], denominator: list[float]
+    ) -> Flat | None:
+        """Return total plus the weighted gradient of a group, whose buffers are given back."""
+        moments = self._moments.pop(group, None)
+        if moments is None:
+            return total
+        total = moments.weighted(total, baseline, denominator)
+        moments.release()
+        return total
+
+    def train(
+        self,
+        ready: Sequence[tuple[WaveTrajectory, Advantages]],
+        stats: UpdateStats,
+        around_last: Around = nullcontext,
     ) -> None:
-        """Weigh the group of a trajectory, unless a member asked before or it is pooled."""
-        group = trajectory.wave.slots[0].group
-        baseline, std = advantages.baseline[:, 0].tolist(), advantages.denominator[:, 0].tolist()
-        self._total = self._weigh(group, self._total, baseline, std)
-        if math.isfinite(std[0]):
-            self._pooled_std = std[0]
-        clip, value = self.objective.adv_clip, advantages.values.item()
-        clipped = value
-        if clip is not None and abs(value) > clip:
-            clipped = math.copysign(clip, value)
-            self._replay_excess(trajectory, clipped - value)
-        for step_stats, trained in self._stats.pop(trajectory.wave.index):
-            if value != 0 or self.objective.kl_beta > 0:
-                step_stats["policy_loss"] = step_stats["policy_loss"] * clipped
-                stats.add(step_stats, trained)
-        trajectory.windows.clear()
+        """Weigh the groups of trajectories, unless they are pooled, and correct what is clipped.
 
-    def _replay_excess(self, trajectory: WaveTrajectory, excess: float) -> None:
-        """Correct a trajectory whose advantage is clipped: replay it with A_clipped - A."""
+        The gradient is whole after `finish` only, so there is nothing to do in `around_last`.
+        """
+        excess: dict[int, float] = {}
+        for trajectory, advantages in ready:
+            group, wave = trajectory.wave.slots[0].group, trajectory.wave.index
+            std = advantages.denominator[:, 0].tolist()
+            self._total = self._weigh(group, self._total, advantages.baseline[:, 0].tolist(), std)
+            if math.isfinite(std[0]):
+                self._pooled_std = std[0]
+            clip, value = self.objective.adv_clip, advantages.values.item()
+            clipped = value
+            if clip is not None and abs(value) > clip:
+                clipped = math.copysign(clip, value)
+                excess[wave] = clipped - value
+            for step_stats, trained in self._stats.pop(wave, ()):
+                if value != 0 or self.objective.kl_beta > 0:
+                    step_stats["policy_loss"] = step_stats["policy_loss"] * clipped
+                    stats.add(step_stats, trained)
+        self._replay_excess([t for t, _ in ready if t.wave.index in excess], excess)
+        for trajectory, _ in ready:
+            self.passes.drop(trajectory)
 
-        def loss(velocity: torch.Tensor, step: TrainedStep) -> torch.Tensor:
-            weight = torch.full_like(step.old_log_prob, excess, dtype=torch.float64)
-            return step_loss(velocity, step, weight, self._linear)[0]
+    def _replay_excess(
+        self, trajectories: Sequence[WaveTrajectory], excess: dict[int, float]
+    ) -> None:
+        """Correct trajectories whose advantage is clipped: replay them with A_clipped - A."""
+        if not trajectories:
+            return
+        if self._total is None:
+            self._total = self.buffers.empty()
 
-        self._free_buffers()
-        for window in trajectory.windows:
-            self._backward_window(window, self._replayed(trajectory, window), loss)
-        self._move_into_total()
+        def terms(trajectory: WaveTrajectory) -> list[Term]:
+            def loss(velocity: torch.Tensor, step: TrainedStep) -> torch.Tensor:
+                value = excess[trajectory.wave.index]
+                weight = torch.full_like(step.old_log_prob, value, dtype=torch.float64)
+                return step_loss(velocity, step, weight, self._linear)[0].sum() * self.scale
 
-    def _move_into_total(self) -> None:
-        self._total = self.buffers.add_scaled(self._total, self.buffers.current, 1.0)
-        self.buffers.clear()
+            return [Term(self._total, loss)]
+
+        self.passes.backward(trajectories, terms, replays=True)
 
     def finish(self) -> None:
         """Put the weighted gradient where the reduction expects it."""
