@@ -29,6 +29,7 @@ from megatron_leangrpo.models.loading import (
     without_unused,
 )
 from megatron_leangrpo.models.saving import DTYPE_NAMES
+from megatron_leangrpo.pipeline.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class Checkpoint:
     def model(self) -> torch.nn.Module:
         """The whole model without memory: names, shapes, and how each is cut."""
         with torch.device("meta"):
-            transformers = [self.family.build(self.settings) for _ in self.folders]
+            whole = Stage.whole(self.settings.num_blocks)
+            transformers = [self.family.build(self.settings, whole) for _ in self.folders]
         if len(transformers) == 1:
             return transformers[0]
         return torch.nn.ModuleDict(dict(zip(NAMES, transformers, strict=True)))

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from megatron_leangrpo import platform
-from megatron_leangrpo.models.common.weights import shard_dim
+from megatron_leangrpo.models.common.weights import said_by_stages, shard_dim
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -20,15 +21,22 @@ def frozen_checksum(model: torch.nn.Module) -> str | None:
 
     Sums of bits, modulo 2^64, do not depend on how a tensor is cut.
     """
-    frozen = {n: p for n, p in sorted(model.named_parameters()) if not p.requires_grad}
-    if not frozen:
+    frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+    everything: dict[str, int] = {}
+    for stage in said_by_stages(_sums(frozen) if frozen else {}):
+        everything |= stage
+    if not everything:
         return None
+    return hashlib.sha256(repr(sorted(everything.items())).encode()).hexdigest()
+
+
+def _sums(frozen: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The sum of the bits of each whole tensor, over tensor-parallel ranks."""
     sums = torch.stack([_sum_of_bits(parameter) for parameter in frozen.values()])
     whole = sums.clone()
     dist.all_reduce(whole, group=platform.tp_group())
     is_cut = torch.tensor([shard_dim(p) is not None for p in frozen.values()], device=sums.device)
-    total = torch.where(is_cut, whole, sums).tolist()
-    return hashlib.sha256(repr(list(zip(frozen, total))).encode()).hexdigest()
+    return dict(zip(frozen, torch.where(is_cut, whole, sums).tolist()))
 
 
 def _sum_of_bits(parameter: torch.Tensor) -> torch.Tensor:

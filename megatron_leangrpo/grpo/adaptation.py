@@ -17,7 +17,12 @@ from megatron_leangrpo.models.common.lora_targets import (
     match_targets,
     target_names,
 )
-from megatron_leangrpo.models.common.weights import Rule, full_shapes, load_full_tensors
+from megatron_leangrpo.models.common.weights import (
+    Rule,
+    full_shapes,
+    is_part,
+    load_full_tensors,
+)
 from megatron_leangrpo.models.lora_files import Names, read_lora
 
 PUBLISHED_ALPHA = 2
@@ -45,8 +50,12 @@ class Adaptation:
         attach_adapters(model, weight_rules, self.projections)
         if self.start is None:
             initialise_adapters(model, seed)
-        else:
-            load_full_tensors(model, adapter_rules(model), self.start, "lora.path")
+            return
+        rules, start = adapter_rules(model), self.start
+        if is_part(model):
+            # Names of the whole model have been compared with the file's when it was opened.
+            start = {name: start[name] for rule in rules for name in rule.theirs}
+        load_full_tensors(model, rules, start, "lora.path")
 
 
 def is_adapted(lora: LoraConfig) -> bool:

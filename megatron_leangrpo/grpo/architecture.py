@@ -125,6 +125,19 @@ class Architecture:
     @cached_property
     def on_meta(self) -> torch.nn.Module:
         """A rank's share of all blocks without memory, of the layout this process is in."""
+        return self._whole_on_meta()
+
+    def adapter_rules(self) -> Sequence[Rule]:
+        """The table of the adapters of all pipeline stages."""
+        from megatron_leangrpo.models.common.lora import adapter_rules, attach_adapters
+
+        assert self.adaptation is not None
+        model = self._whole_on_meta()
+        with torch.device("meta"):
+            attach_adapters(model, self.weight_rules, self.adaptation.projections)
+        return adapter_rules(model)
+
+    def _whole_on_meta(self) -> torch.nn.Module:
         with torch.device("meta"):
             layout = {
                 "tensor_model_parallel_size": platform.tp_size(),

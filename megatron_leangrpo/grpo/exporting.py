@@ -23,11 +23,10 @@ from megatron_leangrpo.models.common.conversion import (
     TensorInfo,
     TensorSource,
 )
-from megatron_leangrpo.models.common.lora import adapter_rules, adapters, has_adapters
 from megatron_leangrpo.models.common.weights import Rule
 from megatron_leangrpo.models.experts import of_one
 from megatron_leangrpo.models.loading import read_transformer_config
-from megatron_leangrpo.models.saving import save_transformer_folder
+from megatron_leangrpo.models.saving import save_lora_folder, save_transformer_folder
 
 CARD = "README.md"
 _SETTING = "checkpoint.export_interval"
@@ -53,20 +52,22 @@ def export_checkpoint(
     checkpoint: Path,
     folder: Path,
     architecture: Architecture,
-    model: torch.nn.Module,
+    adapter_rules: Sequence[Rule] | None,
     average: bool,
     card: str,
 ) -> None:
     """Write the weights of a checkpoint, or their average, and a model card for diffusers.
 
-    `model` tells the names of the adapters where it trains those. The folder appears when it is
-    complete. ``ValueError`` where the disk has too little space.
+    `adapter_rules` are those of the architecture where adapters are trained. The folder appears
+    when it is complete. ``ValueError`` where the disk has too little space.
     """
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     stored = StoredTensors(checkpoint, average)
-    if has_adapters(model):
-        _export_adapters(temporary, stored, model)
+    if adapter_rules is not None:
+        projections = architecture.adaptation.projections
+        tensors = Converted(_chosen(stored, adapter_rules), adapter_rules, to_ours=False)
+        save_lora_folder(temporary, projections, dict(tensors), setting=_SETTING)
     else:
         weights = _InDtype(stored, architecture.config.params_dtype)
         rules, folders = architecture.weight_rules, architecture.config.transformer_folders
@@ -78,17 +79,6 @@ def export_checkpoint(
     atomic_write(temporary / CARD, card)
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)
-
-
-def _export_adapters(folder: Path, stored: TensorSource, model: torch.nn.Module) -> None:
-    from megatron_leangrpo.models.saving import save_lora_folder
-
-    rules = adapter_rules(model)
-    projections = {}
-    for _, adapter in adapters(model):
-        projections |= adapter.projections
-    tensors = Converted(_chosen(stored, rules), rules, to_ours=False)
-    save_lora_folder(folder, projections, dict(tensors), setting=_SETTING)
 
 
 def _chosen(source: TensorSource, rules: Sequence[Rule]) -> TensorSource:

@@ -20,7 +20,6 @@ from megatron_leangrpo.grpo.model_card import model_card
 from megatron_leangrpo.grpo.optimization import build_optimization
 from megatron_leangrpo.grpo.placement import Wave
 from megatron_leangrpo.grpo.run_report import RunReport
-from megatron_leangrpo.models.common.lora import has_adapters
 from megatron_leangrpo.operations.alarms import Alarms
 from megatron_leangrpo.operations.finite import check_gradients
 from megatron_leangrpo.operations.stop import StopRequested, StopSignal
@@ -232,17 +231,19 @@ class Trainer:
 
     def _export(self, done: int) -> Callable[[Path], None]:
         """What the saver calls with the checkpoint after that many iterations."""
-        model, architecture = self.experiment.policy.model, self.experiment.architecture
+        architecture = self.experiment.architecture
+        is_adapted = architecture.adaptation is not None
         card = model_card(
             self.config,
             architecture,
             done,
             platform.world_size(),
             self.report.evaluations,
-            adapter=has_adapters(model),
+            adapter=is_adapted,
         )
         folder = self._export_folder(done)
         average = self.average is not None
+        rules = architecture.adapter_rules() if is_adapted else None
         return lambda checkpoint: export_checkpoint(
-            checkpoint, folder, architecture, model, average, card
+            checkpoint, folder, architecture, rules, average, card
         )

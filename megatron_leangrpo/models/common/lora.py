@@ -27,6 +27,7 @@ from megatron_leangrpo.models.common.weights import (
     NamedDraws,
     Rule,
     full_shapes,
+    is_part,
     load_full_tensors,
     same,
     unwrapped,
@@ -221,9 +222,11 @@ def attach_adapters(
 ) -> None:
     """Freeze `model` and give the named projections adapters, whose numbers are unset.
 
-    ``ValueError`` where a projection is not there.
+    ``ValueError`` where a projection is not there; other stages of a pipeline may have it.
     """
     known = adaptable(model, weight_rules)
+    if is_part(model):
+        projections = {name: low for name, low in projections.items() if name in known}
     check_projections(projections, known)
     model.requires_grad_(False)
     of_layer: dict[int, dict[str, LowRank]] = {}

@@ -254,31 +254,38 @@ def _own_parameters(
 def of_all_stages(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of every pipeline stage, on every one (a collective)."""
     group, everything = platform.pp_group(), {}
-    for stage in range(platform.pp_size()):
+    layouts = said_by_stages(
+        {n: [list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in tensors.items()}
+    )
+    for stage, layout in enumerate(layouts):
         source = dist.get_global_rank(group, stage)
-        own = dict(tensors) if stage == platform.pp_rank() else {}
-        layout = {n: [list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in own.items()}
-        for name, (shape, dtype) in _layout_from(layout, source, group).items():
-            tensor = own.get(name)
-            if tensor is None:
-                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=platform.device())
-            tensor = tensor.to(platform.device())
-            dist.broadcast(tensor, src=source, group=group)
-            assert name not in everything, name
-            everything[name] = tensor
+        for name, (shape, dtype) in layout.items():
+            assert name not in everything, f"two stages have {name}"
+            if stage == platform.pp_rank():
+                everything[name] = tensors[name].to(platform.device())
+            else:
+                empty = torch.empty(shape, dtype=getattr(torch, dtype), device=platform.device())
+                everything[name] = empty
+            dist.broadcast(everything[name], src=source, group=group)
     return everything
 
 
-def _layout_from(layout: dict[str, Any], source: int, group: dist.ProcessGroup) -> dict[str, Any]:
-    """What the rank `source` has in the place of `layout`; it travels as JSON."""
-    raw = json.dumps(layout).encode("utf-8")
-    length = torch.tensor([len(raw)], device=platform.device())
-    dist.broadcast(length, src=source, group=group)
-    buffer = torch.zeros(int(length), dtype=torch.uint8, device=platform.device())
-    if platform.rank() == source:
-        buffer.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
-    dist.broadcast(buffer, src=source, group=group)
-    return json.loads(bytes(buffer.cpu().tolist()))
+def said_by_stages(content: Any) -> list[Any]:
+    """The `content` of each pipeline stage, first to last, which travels as JSON (a collective)."""
+    if platform.pp_size() == 1:
+        return [content]
+    group, device, said = platform.pp_group(), platform.device(), []
+    for stage in range(platform.pp_size()):
+        raw = json.dumps(content).encode("utf-8") if stage == platform.pp_rank() else b""
+        source = dist.get_global_rank(group, stage)
+        length = torch.tensor([len(raw)], device=device)
+        dist.broadcast(length, src=source, group=group)
+        buffer = torch.zeros(int(length), dtype=torch.uint8, device=device)
+        if raw:
+            buffer.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+        dist.broadcast(buffer, src=source, group=group)
+        said.append(json.loads(bytes(buffer.cpu().tolist())))
+    return said
 
 
 def _refuse(setting: str, what: str, names: list[str]) -> None:
