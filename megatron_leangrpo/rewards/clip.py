@@ -99,6 +99,12 @@ class Clip:
         with self._model.on_device() as (model, device):
             return torch.cat(list(self._image_batches(model, device, images))).cpu()
 
+    def text_features(self, prompts: Sequence[str]) -> Tensor:
+        """Unit vectors [n, d] on the host."""
+        with self._model.on_device() as (model, device):
+            texts = _batches(list(prompts), self.batch_size)
+            return torch.cat([self._text(model, device, text) for text in texts]).cpu()
+
     def scaled_cosines(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, float]:
         """The cosine [n] of each image and its prompt, and the model's logit scale."""
         with self._model.on_device() as (model, device):

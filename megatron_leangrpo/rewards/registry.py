@@ -30,6 +30,7 @@ _BUILT_IN = (
     "clip_score",
     "color_motion",
     "color_shape",
+    "geneval",
     "hpsv2",
     "image_reward",
     "jpeg",
