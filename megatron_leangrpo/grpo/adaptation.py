@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_leangrpo.config import LoraConfig
+from megatron_leangrpo.models.common.config import TransformerSettings
 from megatron_leangrpo.models.common.lora_targets import (
     A,
     B,
@@ -23,6 +24,7 @@ from megatron_leangrpo.models.common.weights import (
     is_part,
     load_full_tensors,
 )
+from megatron_leangrpo.models.experts import transformers_of
 from megatron_leangrpo.models.lora_files import Names, read_lora
 
 PUBLISHED_ALPHA = 2
@@ -97,6 +99,23 @@ def find_adaptation(
             _check_shape(start, f"{name}.{B}", (rows, low.rank))
         total += low.rank * (rows + columns)
     return Adaptation(projections, start, total)
+
+
+def check_stages_adapted(whole: torch.nn.Module, settings: TransformerSettings) -> None:
+    """Raise ``ValueError`` where a pipeline stage of an adapted model would train nothing."""
+    from megatron_leangrpo.models.common.lora import has_adapters
+
+    stages = settings.pipeline_model_parallel_size
+    for transformer in transformers_of(whole):
+        for number in range(stages):
+            blocks = settings.stage(number).blocks
+            if not any(has_adapters(transformer.numbered_blocks[n]) for n in blocks):
+                raise ValueError(
+                    f"lora: no projection of blocks {blocks[0]} to {blocks[-1]} is adapted, which "
+                    f"are stage {number + 1} of parallel.pipeline_model_parallel_size = {stages} "
+                    "and would train nothing; adapt more (lora.targets), or use fewer stages or "
+                    "another parallel.pipeline_split"
+                )
 
 
 def _check_shape(tensors: Mapping[str, torch.Tensor], name: str, shape: tuple[int, int]) -> None:

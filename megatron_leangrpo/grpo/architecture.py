@@ -13,7 +13,12 @@ from megatron_leangrpo import platform
 from megatron_leangrpo.checkpoint.starting import check_architecture, check_tensors, find_weights
 from megatron_leangrpo.checkpoint.training import load_weights
 from megatron_leangrpo.config import LoraConfig, RunConfig
-from megatron_leangrpo.grpo.adaptation import Adaptation, find_adaptation, is_adapted
+from megatron_leangrpo.grpo.adaptation import (
+    Adaptation,
+    check_stages_adapted,
+    find_adaptation,
+    is_adapted,
+)
 from megatron_leangrpo.grpo.assets import resolve_asset
 from megatron_leangrpo.grpo.fp8 import fp8_settings
 from megatron_leangrpo.models.common.config import TransformerSettings
@@ -95,13 +100,16 @@ class Architecture:
         if not is_adapted(self.lora):
             return None
         original = self.family.original
-        return find_adaptation(
+        found = find_adaptation(
             self.lora,
             self.family.lora_targets,
             self.on_meta,
             self.weight_rules,
             () if original is None else self._of_all(original.weight_rules(self.config)),
         )
+        if self.config.pipeline_model_parallel_size > 1:
+            check_stages_adapted(self._adapted_on_meta(found), self.config)
+        return found
 
     def trained_rules(self, model: torch.nn.Module) -> Sequence[Rule]:
         """The table of what is trained: all weights, or the adapters under PEFT's names."""
@@ -129,13 +137,18 @@ class Architecture:
 
     def adapter_rules(self) -> Sequence[Rule]:
         """The table of the adapters of all pipeline stages."""
-        from megatron_leangrpo.models.common.lora import adapter_rules, attach_adapters
+        from megatron_leangrpo.models.common.lora import adapter_rules
 
         assert self.adaptation is not None
+        return adapter_rules(self._adapted_on_meta(self.adaptation))
+
+    def _adapted_on_meta(self, adaptation: Adaptation) -> torch.nn.Module:
+        from megatron_leangrpo.models.common.lora import attach_adapters
+
         model = self._whole_on_meta()
         with torch.device("meta"):
-            attach_adapters(model, self.weight_rules, self.adaptation.projections)
-        return adapter_rules(model)
+            attach_adapters(model, self.weight_rules, adaptation.projections)
+        return model
 
     def _whole_on_meta(self) -> torch.nn.Module:
         with torch.device("meta"):

@@ -87,6 +87,13 @@ class ShardedTransformer(MegatronModule):
         return torch.nn.ModuleDict({str(n): build() for n in numbers})
 
     @property
+    def numbered_blocks(self) -> dict[int, torch.nn.Module]:
+        """The blocks that are here, by their number in the whole transformer."""
+        kinds = [child for child in self.children() if isinstance(child, torch.nn.ModuleDict)]
+        blocks = [block for kind in kinds for block in kind.values()]
+        return dict(zip(self.stage.blocks, blocks, strict=True))
+
+    @property
     def sequence_shards(self) -> int:
         """Ranks over which the tokens are sharded between the projections.
 
