@@ -181,12 +181,18 @@ class IterationRunner:
             with timer.phase("reward"):
                 scoring.append([(t, self.scorer.submit(t, groups)) for t in trajectories])
             # Graphs do not wait for longer than they must; other waves are scored beside a rollout.
-            holds_graphs = self.schedule.keeps_graph and together[0].minibatch == 0
-            if holds_graphs or together[-1] is waves[-1]:
+            if self._frees_graphs(together, placement) or together[-1] is waves[-1]:
                 rewarded(scoring.pop())
         with timer.phase("update"):
             self.schedule.finish()
         return pending
+
+    def _frees_graphs(self, newest: Sequence[Wave], placement: Placement) -> bool:
+        """Whether the rewards of the newest waves let go of graphs, or of reweight's gradients."""
+        if not self.schedule.keeps_graph or newest[0].minibatch != 0:
+            return False
+        waits = needs_all_groups(self.config.advantage, self.config.reward_combination)
+        return self.schedule.at_once or (not waits and placement.completes(newest))
 
     def _check_of(self, iteration: int) -> GradientCheck | None:
         interval = self.config.jagg_check_interval

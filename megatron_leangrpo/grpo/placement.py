@@ -50,6 +50,10 @@ class Placement:
         """Whether every group of `wave` is complete once wave `after` has been rewarded."""
         return max(self.completed_by[slot.group] for slot in wave.slots) <= after
 
+    def completes(self, waves: Sequence[Wave]) -> bool:
+        """Whether some group is complete with the rewards of these waves, and not before."""
+        return any(wave.index in self.completed_by for wave in waves)
+
 
 def check_placement(
     prompts: int, group_size: int, dp_size: int, placement: str, updates: int

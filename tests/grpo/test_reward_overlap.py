@@ -47,8 +47,14 @@ class WaitsForTheNextRollout:
         return tiny.SmoothReward()(images, prompts, metadata)
 
 
-def test_replay_rolls_out_the_next_wave_while_rewards_are_computed(prompts):
-    experiment = start(prompts, schedule="replay")
+@pytest.mark.parametrize(
+    "grpo",
+    # All graphs wait for the last wave where the standard deviation is that of all rewards.
+    [{"schedule": "replay"}, {"schedule": "retain", "advantage": "flow_grpo_global_std"}],
+    ids=["replay", "retain"],
+)
+def test_the_next_wave_is_rolled_out_while_rewards_are_computed(prompts, grpo):
+    experiment = start(prompts, **grpo)
     rollouts: list[int] = []
     changed = threading.Condition()
     (name,) = experiment.scorer.reward.rewards
@@ -62,14 +68,46 @@ def test_replay_rolls_out_the_next_wave_while_rewards_are_computed(prompts):
         return roll_out(passes, waves, *others)
 
     with mock.patch.object(WholeModel, "roll_out", recorded):
-        tiny.first_gradient(experiment, "replay")
+        tiny.first_gradient(experiment, grpo["schedule"])
     assert rollouts == list(range(WAVES))
+
+
+def test_retain_waits_for_the_rewards_that_complete_a_group_and_no_others(prompts):
+    experiment = start(prompts, schedule="retain")
+    events: list[str] = []
+    roll_out, submit = WholeModel.roll_out, Scorer.submit
+
+    def rolled_out(passes, waves, *others):
+        events.extend(f"rollout {wave.trajectory.wave.index}" for wave in waves)
+        return roll_out(passes, waves, *others)
+
+    def submitted(scorer, trajectory, groups):
+        score = submit(scorer, trajectory, groups)
+
+        def scored():
+            events.append(f"rewards {trajectory.wave.index}")
+            return score()
+
+        return scored
+
+    with (
+        mock.patch.object(WholeModel, "roll_out", rolled_out),
+        mock.patch.object(Scorer, "submit", submitted),
+    ):
+        tiny.first_gradient(experiment, "retain")
+    one_group = ["rollout 0", "rollout 1", "rewards 0", "rewards 1"]
+    assert events == [*one_group, "rollout 2", "rollout 3", "rewards 2", "rewards 3"]
 
 
 @pytest.mark.parametrize(
     "grpo",
-    [{"schedule": "replay"}, {"schedule": "retain", "updates_per_rollout": 2}],
-    ids=["replay", "two updates"],
+    [
+        {"schedule": "replay"},
+        {"schedule": "retain"},
+        {"schedule": "retain", "advantage": "flow_grpo_global_std"},
+        {"schedule": "retain", "updates_per_rollout": 2},
+    ],
+    ids=["replay", "retain", "all groups", "two updates"],
 )
 def test_weights_and_metrics_are_those_of_rewards_computed_at_once(prompts, grpo):
     submit = Scorer.submit
