@@ -328,6 +328,15 @@ def text_from_first_rank(make: Callable[[], str]) -> str:
     return text
 
 
+def from_last_stage(tensor: torch.Tensor) -> torch.Tensor:
+    """The last pipeline stage's tensor on every stage, in place where contiguous (a collective)."""
+    group = pp_group()
+    if group_size(group) > 1:
+        tensor = tensor.contiguous()
+        dist.broadcast(tensor, src=dist.get_global_rank(group, group.size() - 1), group=group)
+    return tensor
+
+
 def group_size(group: dist.ProcessGroup | None) -> int:
     """Number of ranks; 1 for no group."""
     return 1 if group is None else group.size()

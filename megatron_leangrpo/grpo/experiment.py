@@ -31,6 +31,7 @@ from megatron_leangrpo.grpo.inputs import (
 from megatron_leangrpo.grpo.iteration import IterationRunner
 from megatron_leangrpo.grpo.objective import Objective
 from megatron_leangrpo.grpo.passes import WholeModel
+from megatron_leangrpo.grpo.pipelined import PipelinedModel
 from megatron_leangrpo.grpo.policy import Policy
 from megatron_leangrpo.grpo.reference import reference_of
 from megatron_leangrpo.grpo.rollout import RolloutSettings, sigma_schedule
@@ -38,6 +39,8 @@ from megatron_leangrpo.grpo.routing import JaggRouter
 from megatron_leangrpo.grpo.run_reward import build_run_reward
 from megatron_leangrpo.grpo.schedules import SCHEDULES
 from megatron_leangrpo.grpo.scoring import Scorer
+from megatron_leangrpo.grpo.stage_forwards import OneByOne
+from megatron_leangrpo.pipeline.transport import StageTransport
 
 
 @dataclass
@@ -58,6 +61,8 @@ class Experiment:
     scorer: Scorer
     settings: RolloutSettings
     objective: Objective
+    transport: StageTransport | None
+    """Messages between pipeline stages, where there are any."""
     early: EarlyReduction | None
     """Where gradients are summed beside the last backward of an update."""
 
@@ -76,7 +81,12 @@ class Experiment:
             router = JaggRouter(grpo.jagg_window, grpo.jagg_frac, sigmas.num_steps, boundary)
             schedule = grpo.jagg_on
         buffers = GradientBuffers(self.model)
-        passes = WholeModel(self.policy, self.reference, buffers)
+        if self.transport is None:
+            passes = WholeModel(self.policy, self.reference, buffers)
+        else:
+            in_flight = self.config.parallel.pipeline_waves_in_flight or self.transport.stages
+            policies = self.policy, self.reference
+            passes = PipelinedModel(*policies, buffers, self.transport, in_flight)
         return IterationRunner(
             self.model,
             passes,
@@ -125,7 +135,11 @@ def build_experiment(config: RunConfig) -> Experiment:
         encoder.prepare([*texts, *negative], noted=texts)
 
     model = architecture.build_model(platform.device())
-    policy = Policy(model, grid, architecture.config.params_dtype)
+    transport = None
+    if platform.pp_size() > 1:
+        transport = StageTransport(platform.pp_group(), platform.timeout_seconds())
+    one_by_one = None if transport is None else OneByOne(transport)
+    policy = Policy(model, grid, architecture.config.params_dtype, one_by_one)
     calibrate_scales(policy, settings, partial(encode, encoder, architecture), prompts[0])
     if sampling.cfg_scale > 1:
         negative = encode(encoder, architecture, [sampling.negative_prompt])
@@ -150,6 +164,7 @@ def build_experiment(config: RunConfig) -> Experiment:
         scorer=Scorer(codec, reward, sampling.height, sampling.width, sampling.num_frames),
         settings=settings,
         objective=objective,
+        transport=transport,
         # Of two experts the one for low noise waits: on some rank the last backward may be its.
         early=EarlyReduction(wrappers_of(wrapped)[0]) if early_reduce else None,
     )

@@ -43,7 +43,7 @@ class GradientBuffers:
     def reset(self) -> None:
         """Take all copies back, whoever had them; the wrapper's own buffers are not lent."""
         self._free = list(self._copies)
-        self._collect_in(self.own)
+        self.collect_in(self.own)
 
     def empty(self) -> Flat:
         """Lend a tensor of zeros."""
@@ -61,13 +61,14 @@ class GradientBuffers:
     def collecting_in(self, flat: Flat) -> Iterator[None]:
         """Let the backwards in this context add to `flat`."""
         before = self._current
-        self._collect_in(flat)
+        self.collect_in(flat)
         try:
             yield
         finally:
-            self._collect_in(before)
+            self.collect_in(before)
 
-    def _collect_in(self, flat: Flat) -> None:
+    def collect_in(self, flat: Flat) -> None:
+        """Let backwards add to `flat` from here on."""
         if flat is self._current:
             return
         self._current = flat
@@ -122,7 +123,8 @@ class GradientBuffers:
                 # Every rank has all of a parameter that is not sharded.
                 is_sharded = getattr(parameter, "tensor_model_parallel", False)
                 total += product if is_sharded else product / platform.tp_size()
-        dist.all_reduce(total, group=platform.tp_group())
+        for group in (platform.tp_group(), platform.pp_group()):
+            dist.all_reduce(total, group=group)
         return total.item()
 
     def _lend(self) -> Flat:

@@ -25,6 +25,7 @@ from megatron_leangrpo.grpo.data_parallel import collecting_gradients, reduce_gr
 from megatron_leangrpo.grpo.early_reduction import EarlyReduction
 from megatron_leangrpo.grpo.jagg_check import GradientCheck
 from megatron_leangrpo.grpo.passes import WholeModel
+from megatron_leangrpo.grpo.pipelined import PipelinedModel
 from megatron_leangrpo.grpo.placement import Group, Placement, Wave, place
 from megatron_leangrpo.grpo.reward_table import RewardTable
 from megatron_leangrpo.grpo.rollout import RolloutSettings, WaveRollout
@@ -63,7 +64,7 @@ class IterationRunner:
     def __init__(
         self,
         model: torch.nn.Module,
-        passes: WholeModel,
+        passes: WholeModel | PipelinedModel,
         schedule: Schedule,
         settings: RolloutSettings,
         config: GrpoConfig,

@@ -24,7 +24,7 @@ class Forward:
     with_gradient: bool = True
 
 
-StepByStep = Callable[[Forward, torch.Tensor], torch.Tensor]
+StepByStep = Callable[["Policy", Forward, torch.Tensor], torch.Tensor]
 """Runs a forward of a model whose stages are on several ranks, all of which have the latents."""
 
 
@@ -56,7 +56,7 @@ class Policy:
         inputs = self.inputs(forward, x)
         with torch.set_grad_enabled(torch.is_grad_enabled() and forward.with_gradient):
             if self.step_by_step is not None:
-                return self.step_by_step(forward, inputs)
+                return self.step_by_step(self, forward, inputs)
             return forward.model(inputs, forward.timestep, forward.conditioning, grid=self.grid)
 
     def forwards(self, timestep: torch.Tensor, conditioning: Conditioning) -> list[Forward]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron_leangrpo import platform
 from megatron_leangrpo.grpo.policy import Policy
 from megatron_leangrpo.models.experts import transformers_of
+from megatron_leangrpo.pipeline.transport import Boundary
 
 
 def reference_of(policy: Policy, offload: bool = False) -> Policy:
@@ -36,6 +37,21 @@ class WithoutAdapters:
 
         with torch.no_grad(), adapters_off(self.model):
             return self.model(*inputs, **named)
+
+    def run_stage(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        """A pipeline stage of the base."""
+        from megatron_leangrpo.models.common.lora import adapters_off
+
+        with torch.no_grad(), adapters_off(self.model):
+            return self.model.run_stage(*inputs)
+
+    def boundary(self, *inputs: Any) -> Boundary:
+        """What passes between stages is as wide without adapters."""
+        return self.model.boundary(*inputs)
+
+    def received(self, *inputs: Any) -> Boundary:
+        """What passes between stages is as wide without adapters."""
+        return self.model.received(*inputs)
 
 
 def frozen_copy(policy: Policy, offload: bool = False) -> Policy:

@@ -102,6 +102,8 @@ class JaggRouter(WindowRouter):
 
     def observe(self, trajectory: WaveTrajectory, plans: Sequence[StepPlan]) -> None:
         """Score every window, approximated or not; two steps have nothing in between."""
+        if platform.pp_rank() < platform.pp_size() - 1:
+            return
         steps, approximated = {step.index: step for step in trajectory.steps}, self.approximated
         for window in consecutive_windows(plans, self.size, self.boundary):
             rows = steps[window[0]].trained
@@ -119,6 +121,8 @@ class JaggRouter(WindowRouter):
         """Average the scores over all trajectories of all ranks; they decide the next routing."""
         for tensor in (self._table, self._steps):
             dist.all_reduce(tensor, group=platform.dp_group())
+            # Of a pipeline the last stage alone has seen velocities.
+            platform.from_last_stage(tensor)
         sums, counts = self._table.unbind(dim=-1)
         self.scores = {
             (first, length): (sums[first, length] / counts[first, length]).item()

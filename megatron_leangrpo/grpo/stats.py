@@ -42,9 +42,11 @@ class UpdateStats:
         """
         dist.all_reduce(self._sums, group=platform.dp_group())
         dist.all_reduce(self._bounds, op=dist.ReduceOp.MAX, group=platform.dp_group())
-        *sums, count = self._sums.tolist()
+        # Of a pipeline the last stage alone has seen losses.
+        *sums, count = platform.from_last_stage(self._sums).tolist()
+        bounds = platform.from_last_stage(self._bounds).tolist()
         if count == 0:
             return {"ratio_min": 1.0, "ratio_max": 1.0, **dict.fromkeys(MEANS, 0.0)}
-        low, high = self._bounds.tolist()
+        low, high = bounds
         means = {name: value / count for name, value in zip(MEANS, sums)}
         return {"ratio_min": -low, "ratio_max": high, **means}

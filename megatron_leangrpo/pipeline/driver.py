@@ -6,7 +6,8 @@ hooks, and all arithmetic is in the stage's function.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +19,7 @@ from megatron_leangrpo.pipeline.transport import (
     Alone,
     Boundary,
     StageTransport,
-    TensorSpec,
+    differentiable,
 )
 
 Tensors = tuple[torch.Tensor, ...]
@@ -28,8 +29,17 @@ StageFunction = Callable[[Item, Tensors], Tensors]
 stage returns the velocity alone."""
 
 
+Boundaries = Callable[[Item], Boundary]
+"""What passes between two stages for an item."""
+
+Around = Callable[[], AbstractContextManager]
+
+
 class Hooks(Protocol):
-    """What happens at the two ends of the pipeline, and to gradients."""
+    """What happens at the two ends of the pipeline, and to gradients.
+
+    An item's backward may run several times, once for each gradient that is collected for itself.
+    """
 
     def inputs(self, item: Item, latents: torch.Tensor | None) -> Tensors:
         """First stage: the function's inputs.
@@ -40,16 +50,21 @@ class Hooks(Protocol):
     def drawn(self, item: Item, velocity: torch.Tensor) -> torch.Tensor | None:
         """Last stage: take a velocity, without its graph; in a ring return the next latents."""
 
-    def cotangent(self, item: Item) -> torch.Tensor:
-        """Last stage: the gradient of the loss with respect to an item's velocity."""
+    def times(self, item: Item) -> int:
+        """Every stage: how often the backward of an item runs."""
 
-    def enter(self, item: Item) -> None:
+    def cotangent(self, item: Item, time: int) -> torch.Tensor:
+        """Last stage: the gradient with respect to an item's velocity, `time` counted from 0."""
+
+    def enter(self, item: Item, time: int) -> None:
         """Every stage: a backward of the item comes next; switch gradient buffers here."""
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """What a backward needs of its forward: leaves, and where the outputs hang, not the outputs."""
+    """What a backward needs of its forward: its inputs, and where the outputs that gradients come
+    for hang; not the outputs.
+    """
 
     inputs: Tensors
     outputs: tuple[GradientEdge | None, ...]
@@ -62,8 +77,8 @@ class StageDriver:
         function: the stage's forward.
         transport: messages to the other stages.
         hooks: the ends of the pipeline.
-        receives: what the stage before sends; empty on the first stage.
-        sends: what the stage after receives; empty on the last stage.
+        receives: what the stage before sends; not asked on the first stage.
+        sends: what the stage after receives; not asked on the last stage.
         latents: what the ring hands from the last stage to the first.
     """
 
@@ -73,12 +88,12 @@ class StageDriver:
         transport: StageTransport | Alone,
         hooks: Hooks,
         *,
-        receives: Boundary = (),
-        sends: Boundary = (),
-        latents: TensorSpec,
+        receives: Boundaries,
+        sends: Boundaries,
+        latents: Boundaries,
     ) -> None:
         self._function, self._transport, self._hooks = function, transport, hooks
-        self._receives, self._sends, self._latents = receives, sends, (latents,)
+        self._receives, self._sends, self._latents = receives, sends, latents
         self._is_first = transport.stage == 0
         self._is_last = transport.stage == transport.stages - 1
         self._kept: dict[Item, _Graph] = {}
@@ -88,17 +103,26 @@ class StageDriver:
         self.most_kept = 0
         """Most graphs that were kept at once."""
 
-    def run(self, phase: Phase) -> None:
-        """Run this stage's program; graphs that it leaves are kept for the next phase."""
+    def forget(self, items: Iterable[Item]) -> None:
+        """Let go of graphs whose backward never comes."""
+        for item in items:
+            self._kept.pop(item, None)
+
+    def run(self, phase: Phase, around_last: Around = nullcontext) -> None:
+        """Run this stage's program, its last backward in `around_last()`.
+
+        Graphs that it leaves are kept for the next phase.
+        """
         assert phase.stages == self._transport.stages, (phase.stages, self._transport.stages)
         program = phase.programs[self._transport.stage]
         self._expect_first(program)
         forwards = {op.item for op in program if op.kind == "forward"} if phase.ring else set()
         begun: set[int] = set()
-        for operation in program:
+        last = max((n for n, op in enumerate(program) if op.kind == "backward"), default=None)
+        for n, operation in enumerate(program):
             item = operation.item
             if operation.kind == "backward":
-                self._backward(item)
+                self._backward(item, around_last if n == last else nullcontext)
             else:
                 from_ring = phase.ring and item.trajectory in begun
                 begun.add(item.trajectory)
@@ -110,14 +134,20 @@ class StageDriver:
     def _expect_first(self, program: tuple[Operation, ...]) -> None:
         for direction in ("forward", "backward"):
             items = deque(op.item for op in program if op.kind == direction)
+            if direction == "backward":
+                items = deque(item for item in items for _ in range(self._hooks.times(item)))
             has_source = not (self._is_first if direction == "forward" else self._is_last)
             self._coming[direction] = items if has_source else deque()
             self._expect_next(direction)
 
     def _expect_next(self, direction: str) -> None:
         if self._coming[direction]:
-            boundary = self._receives if direction == "forward" else self._sends
-            self._transport.expect(direction, boundary, self._coming[direction].popleft())
+            item = self._coming[direction].popleft()
+            if direction == "forward":
+                boundary = self._receives(item)
+            else:
+                boundary = differentiable(self._sends(item))
+            self._transport.expect(direction, boundary, item)
 
     def _receive(self, direction: str, item: Item) -> Tensors:
         tensors = self._transport.receive(direction, item)
@@ -131,37 +161,59 @@ class StageDriver:
         with torch.set_grad_enabled(keeps):
             outputs = self._function(item, inputs)
         if keeps:
-            edges = tuple(get_gradient_edge(x) if x.requires_grad else None for x in outputs)
-            self._kept[item] = _Graph(inputs, edges)
+            self._keep(item, inputs, outputs)
             self.most_kept = max(self.most_kept, len(self._kept))
         if not self._is_last:
-            self._transport.send("forward", outputs, self._sends, item)
+            self._transport.send("forward", outputs, self._sends(item), item)
         else:
             (velocity,) = outputs
             latents = self._hooks.drawn(item, velocity.detach())
             if following is not None:
                 assert latents is not None, f"no latents after {item}"
-                self._transport.send("latents", (latents,), self._latents, following)
+                self._transport.send("latents", (latents,), self._latents(following), following)
         if self._is_first and following is not None:
-            self._transport.expect("latents", self._latents, following)
+            self._transport.expect("latents", self._latents(following), following)
+
+    def _keep(self, item: Item, inputs: Tensors, outputs: Tensors) -> None:
+        if not self._is_last:
+            sent = zip(outputs, self._sends(item), strict=True)
+            outputs = tuple(x for x, spec in sent if spec.differentiable)
+        edges = tuple(get_gradient_edge(x) if x.requires_grad else None for x in outputs)
+        self._kept[item] = _Graph(inputs, edges)
 
     def _inputs(self, item: Item, keeps: bool, from_ring: bool) -> Tensors:
         if self._is_first:
             latents = self._transport.receive("latents", item)[0] if from_ring else None
             return self._hooks.inputs(item, latents)
         received = self._receive("forward", item)
-        return tuple(x.requires_grad_(keeps and x.is_floating_point()) for x in received)
+        for x, spec in zip(received, self._receives(item)):
+            x.requires_grad_(keeps and spec.differentiable)
+        return received
 
-    def _backward(self, item: Item) -> None:
-        graph = self._kept.pop(item)
+    def _backward(self, item: Item, around_last: Around) -> None:
+        graph, times = self._kept.pop(item), self._hooks.times(item)
+        for time in range(times):
+            is_last = time == times - 1
+            with around_last() if is_last else nullcontext():
+                self._run_backward(item, graph, time, retain_graph=not is_last)
+
+    def _run_backward(self, item: Item, graph: _Graph, time: int, retain_graph: bool) -> None:
         if self._is_last:
-            gradients: Tensors = (self._hooks.cotangent(item),)
+            gradients: Tensors = (self._hooks.cotangent(item, time),)
         else:
             gradients = self._receive("backward", item)
-        self._hooks.enter(item)
-        pairs = [(e, g) for e, g in zip(graph.outputs, gradients) if e is not None]
-        torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+        self._hooks.enter(item, time)
+        pairs = [(e, g) for e, g in zip(graph.outputs, gradients, strict=True) if e is not None]
+        if pairs:
+            torch.autograd.backward(
+                [edge for edge, _ in pairs],
+                [gradient for _, gradient in pairs],
+                retain_graph=retain_graph,
+            )
         if not self._is_first:
+            leaves = [x for x in graph.inputs if x.requires_grad]
             # An input that nothing depends on has no gradient of its own.
-            back = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in graph.inputs)
-            self._transport.send("backward", back, self._receives, item)
+            back = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)
+            for leaf in leaves:
+                leaf.grad = None
+            self._transport.send("backward", back, differentiable(self._receives(item)), item)

@@ -14,7 +14,7 @@ three steps or more only the two ends are differentiated.
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 Window = tuple[int, ...]
@@ -67,6 +67,16 @@ class Phase:
         """Number of stages."""
         return len(self.programs)
 
+    def renumbered(self, trajectories: Sequence[int]) -> "Phase":
+        """The same phase on trajectories of other numbers."""
+
+        def renumber(operation: Operation) -> Operation:
+            item = operation.item
+            return replace(operation, item=item._replace(trajectory=trajectories[item.trajectory]))
+
+        programs = tuple(tuple(map(renumber, program)) for program in self.programs)
+        return replace(self, programs=programs)
+
 
 def phases(schedule: Schedule, stages: int, steps: int, windows: Windows) -> tuple[Phase, ...]:
     """The phases of an update on `len(windows)` trajectories of `steps` steps.
@@ -78,8 +88,8 @@ def phases(schedule: Schedule, stages: int, steps: int, windows: Windows) -> tup
     kept = _ends(windows) if schedule == "retain" else []
     rollout = _ring(stages, steps, len(windows), dict.fromkeys(kept, ()))
     if schedule == "replay":
-        return rollout, _replay(stages, windows)
-    return (rollout, _backward_stream(stages, kept)) if kept else (rollout,)
+        return rollout, replay_phase(stages, windows)
+    return (rollout, retained_phase(stages, windows)) if kept else (rollout,)
 
 
 def same_windows(trajectories: int, steps: Sequence[int], size: int = 1) -> Windows:
@@ -158,7 +168,7 @@ def _reweight(stages: int, steps: int, windows: Windows) -> Phase:
     return _ring(stages, steps, len(windows), released)
 
 
-def _replay(stages: int, windows: Windows) -> Phase:
+def replay_phase(stages: int, windows: Windows) -> Phase:
     """The ends of all windows again, a window's next to each other: one forward, one backward."""
     closing = sorted(
         (window[-1], m, ends_of(window)) for m, own in enumerate(windows) for window in own
@@ -173,9 +183,9 @@ def _replay(stages: int, windows: Windows) -> Phase:
     return Phase(_interleaved(stages, forwards, released))
 
 
-def _backward_stream(stages: int, kept: Sequence[Item]) -> Phase:
+def retained_phase(stages: int, windows: Windows) -> Phase:
     """The backwards of retained graphs, the newest first."""
-    program = tuple(Operation("backward", item) for item in reversed(kept))
+    program = tuple(Operation("backward", item) for item in reversed(_ends(windows)))
     return Phase((program,) * stages)
 
 

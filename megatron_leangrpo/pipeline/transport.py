@@ -33,6 +33,8 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    differentiable: bool = field(default=True, compare=False)
+    """Whether a gradient comes back for it."""
 
     @property
     def num_bytes(self) -> int:
@@ -47,6 +49,11 @@ class TensorSpec:
 
 Boundary = tuple[TensorSpec, ...]
 """What passes between two stages; its gradients have the same shapes and dtypes."""
+
+
+def differentiable(boundary: Boundary) -> Boundary:
+    """What comes back through a boundary in a backward."""
+    return tuple(spec for spec in boundary if spec.differentiable)
 
 
 def empty_message(boundary: Boundary, device: torch.device) -> torch.Tensor:

@@ -151,10 +151,14 @@ def tiny_config(prompts: str, **sections: Any) -> RunConfig:
 def start(config: RunConfig) -> Experiment:
     """Join the layout of the configuration, unless we are in it, and build its experiment."""
     parallel = config.parallel
-    layout = (parallel.tensor_model_parallel_size, parallel.context_parallel_size)
-    current = (platform.tp_size(), platform.group_size(platform.cp_group()))
-    if platform.dp_group() is None or current != layout:
-        platform.initialize_distributed(layout[0], context_parallel_size=layout[1])
+    layout = {
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "context_parallel_size": parallel.context_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+    }
+    current = (platform.tp_size(), platform.group_size(platform.cp_group()), platform.pp_size())
+    if platform.dp_group() is None or current != tuple(layout.values()):
+        platform.initialize_distributed(**layout)
     return build_experiment(config)
 
 

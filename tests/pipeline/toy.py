@@ -119,11 +119,14 @@ class Ends:
             self.final[item.trajectory] = latents
         return latents
 
-    def cotangent(self, item: Item) -> torch.Tensor:
+    def times(self, item: Item) -> int:
+        return 1
+
+    def cotangent(self, item: Item, time: int) -> torch.Tensor:
         assert item in self.velocities
         return seeded(item.step, item.trajectory, 2)
 
-    def enter(self, item: Item) -> None:
+    def enter(self, item: Item, time: int) -> None:
         self.store()
         self.current = item.trajectory
         for name, parameter in self.parameters.items():
@@ -175,18 +178,21 @@ def run_clocked(
         def drawn(self, item, velocity):
             return nothing
 
-        def cotangent(self, item):
+        def times(self, item):
+            return 1
+
+        def cotangent(self, item, time):
             return nothing
 
-        def enter(self, item):
+        def enter(self, item, time):
             clocked.now += times.backward[stage]
 
     def compute(item, inputs):
         clocked.now += times.forward[stage]
         return (inputs[0] * torch.ones(1, requires_grad=True),)
 
-    neighbours = {"receives": (spec,), "sends": (spec,)}
-    driver = StageDriver(compute, clocked, Waits(), latents=spec, **neighbours)
+    shapes = dict.fromkeys(("receives", "sends", "latents"), lambda item: (spec,))
+    driver = StageDriver(compute, clocked, Waits(), **shapes)
     ends = []
     for phase in phases(schedule, transport.stages, STEPS, windows):
         clocked.now = 0.0
@@ -217,9 +223,9 @@ def run_stage(
         ToyStage(model, split, stage, before),
         transport,
         ends,
-        receives=BOUNDARY if stage > 0 else (),
-        sends=BOUNDARY if stage < len(split) - 1 else (),
-        latents=LATENTS,
+        receives=lambda item: BOUNDARY,
+        sends=lambda item: BOUNDARY,
+        latents=lambda item: (LATENTS,),
     )
     done: list[tuple[Operation, ...]] = []
     for phase in phases(schedule, len(split), STEPS, windows):
