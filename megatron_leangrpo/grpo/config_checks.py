@@ -22,6 +22,8 @@ _AT_LEAST = {
     "lora.rank": 0,
     "parallel.timeout_seconds": 1,
     "parallel.context_parallel_size": 1,
+    "parallel.pipeline_model_parallel_size": 1,
+    "parallel.pipeline_waves_in_flight": 0,
     "grpo.iterations": 1,
     "grpo.prompts_per_iteration": 1,
     "grpo.group_size": 1,
@@ -74,6 +76,12 @@ def check_bounds(config: RunConfig) -> None:
     if config.optimizer.adam_eps == 0:
         raise ValueError("optimizer.adam_eps = 0 must be above 0, such as 1e-8")
     check_lora(config.lora, config.grpo.reference_offload)
+    stages = config.parallel.pipeline_model_parallel_size
+    if config.grpo.reference_offload and stages > 1:
+        raise ValueError(
+            "grpo.reference_offload = true: a pipeline stage keeps its part of the reference on "
+            f"its device, and parallel.pipeline_model_parallel_size is {stages}; valid: false"
+        )
 
 
 def check_training(config: RunConfig) -> None:

@@ -5,7 +5,7 @@ Published clip ranges (1e-3 to 2e-6) are of the size of what bfloat16 adds to a 
 update does not see it, because rollout and update compute the same; a later update's ratio does.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -69,14 +69,33 @@ def measure_precision(experiment: Experiment) -> Precision:
         sampling = settings.begin(wave, 0, plans, experiment.policy.latent_dtype)
         rollout = WaveRollout(sampling, wave, conditioning, single_steps(plans))
         (trajectory,) = runner.passes.roll_out([rollout])
-        steps = (trajectory.steps[0], trajectory.steps[-1])
-        noise = max(_noise(experiment.policy, trajectory, step) for step in steps)
+        steps, latents = (trajectory.steps[0], trajectory.steps[-1]), trajectory.latents
+        noise = max(
+            _noise(experiment.policy, trajectory, _on_all_stages(s, latents)) for s in steps
+        )
     largest = torch.tensor(noise, dtype=torch.float64, device=platform.device())
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     arithmetic = config.model.dtype
     if config.fp8.recipe != "none":
         arithmetic += f" with FP8 ({config.fp8.recipe}, {config.fp8.backend})"
     return Precision(arithmetic, largest.item(), config.grpo.clip_range)
+
+
+def _on_all_stages(step: TrainedStep, latents: torch.Tensor) -> TrainedStep:
+    """A step with the latents that only the last pipeline stage has."""
+    if platform.pp_size() == 1:
+        return step
+    is_last = platform.pp_rank() == platform.pp_size() - 1
+    shapes = {"x": latents, "x_next": latents, "old_log_prob": latents[:, 0, 0]}
+    return replace(
+        step,
+        **{
+            name: platform.from_last_stage(
+                getattr(step, name) if is_last else torch.empty_like(like)
+            )
+            for name, like in shapes.items()
+        },
+    )
 
 
 def _noise(policy: Policy, trajectory: WaveTrajectory, step: TrainedStep) -> float:

@@ -78,13 +78,16 @@ class ShardedTransformer(MegatronModule):
 
     def build_blocks(
         self, build: Callable[[], torch.nn.Module], first: int, count: int
-    ) -> torch.nn.ModuleDict:
+    ) -> torch.nn.ModuleList:
         """Those of a family's `count` blocks, the transformer's from `first` on, that are here.
 
         They have the names of the whole transformer, by which weights are found.
         """
-        numbers = [n for n in range(count) if first + n in self.stage.blocks]
-        return torch.nn.ModuleDict({str(n): build() for n in numbers})
+        blocks = torch.nn.ModuleList()
+        for n in range(count):
+            if first + n in self.stage.blocks:
+                blocks.add_module(str(n), build())
+        return blocks
 
     @property
     def numbered_blocks(self) -> dict[int, torch.nn.Module]:

@@ -95,7 +95,7 @@ class FluxTransformer(ShardedTransformer):
             state = self.embed(*state, timestep, conditioning, layout)
         if self.stage.is_first or self.stage.blocks.start < self.flux_config.num_double_blocks:
             img, txt, vec = state
-            for block in self.double_blocks.values():
+            for block in self.double_blocks:
                 img, txt = self.run_block(block, img, txt, vec, positions)
             if self.stage.blocks.stop < self.flux_config.num_double_blocks:
                 return img, txt, vec
@@ -103,7 +103,7 @@ class FluxTransformer(ShardedTransformer):
         else:
             tokens, vec = state
 
-        for block in self.single_blocks.values():
+        for block in self.single_blocks:
             tokens = self.run_block(block, tokens, vec, positions)
         if not self.stage.is_last:
             return tokens, vec

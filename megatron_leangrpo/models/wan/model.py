@@ -120,7 +120,7 @@ class WanTransformer(ShardedTransformer):
         x, e, e0, *context = state
 
         rows = self.video_rows(grid, x.device)
-        for block in self.blocks.values():
+        for block in self.blocks:
             x = self.run_block(block, x, e0, context, rows)
         if not self.stage.is_last:
             return x, e, e0, *context
