@@ -15,7 +15,6 @@ from megatron_leangrpo.precision.recipe import Fp8Settings
 from megatron_leangrpo.precision.scaling import DelayedScales
 
 Linear = ColumnParallelLinear | RowParallelLinear | JoinedRowParallelLinear
-_BLOCKS = ("double_blocks", "single_blocks", "blocks")
 
 
 def use_fp8(transformer: torch.nn.Module, settings: Fp8Settings) -> None:
@@ -67,7 +66,6 @@ def _ranks_of_input(linear: Linear) -> torch.distributed.ProcessGroup | None:
 
 def fp8_linears(transformer: torch.nn.Module, first_last: int) -> list[Linear]:
     """The linears of tokens in all blocks but the `first_last` at either end."""
-    blocks = [block for name in _BLOCKS for block in getattr(transformer, name, {}).values()]
     count = transformer.config.num_layers
     if 2 * first_last >= count:
         raise ValueError(
@@ -76,7 +74,7 @@ def fp8_linears(transformer: torch.nn.Module, first_last: int) -> list[Linear]:
         )
     return [
         module
-        for number, block in zip(transformer.stage.blocks, blocks, strict=True)
+        for number, block in transformer.numbered_blocks.items()
         if first_last <= number < count - first_last
         for module in block.modules()
         if isinstance(module, RowParallelLinear | JoinedRowParallelLinear)

@@ -92,8 +92,8 @@ class ShardedTransformer(MegatronModule):
     @property
     def numbered_blocks(self) -> dict[int, torch.nn.Module]:
         """The blocks that are here, by their number in the whole transformer."""
-        kinds = [child for child in self.children() if isinstance(child, torch.nn.ModuleDict)]
-        blocks = [block for kind in kinds for block in kind.values()]
+        kinds = [child for child in self.children() if isinstance(child, torch.nn.ModuleList)]
+        blocks = [block for kind in kinds for block in kind]
         return dict(zip(self.stage.blocks, blocks, strict=True))
 
     @property
