@@ -10,8 +10,11 @@ from megatron_leangrpo.grpo.placement import Group, Placement, Wave, place_on_al
 from megatron_leangrpo.planner.workload import Batch
 
 
-def batch_of(grpo: GrpoConfig, dp_size: int, rewards: int = 1) -> Batch:
-    """The iteration of the rank that keeps the most; `rewards` are terms of an advantage."""
+def batch_of(grpo: GrpoConfig, dp_size: int, rewards: int = 1, waves_in_flight: int = 1) -> Batch:
+    """The iteration of the rank that keeps the most; `rewards` are terms of an advantage.
+
+    `waves_in_flight` waves are rolled out together, those of a pipeline.
+    """
     groups = [Group(n, Prompt(n, "")) for n in range(grpo.prompts_per_iteration)]
     placements = place_on_all(
         groups,
@@ -24,25 +27,29 @@ def batch_of(grpo: GrpoConfig, dp_size: int, rewards: int = 1) -> Batch:
     own = placements[0].waves
     trained = [wave for wave in own if wave.minibatch == 0]
     waits = needs_all_groups(grpo.advantage, grpo.reward_combination)
+    pending = max(most_in_flight(p, waits, waves_in_flight) for p in placements)
     return Batch(
         waves=len(own),
         trained_waves=len(trained),
         wave_size=max(len(wave.slots) for wave in own),
-        graphs_in_flight=max(most_in_flight(p, waits) for p in placements),
-        pending=len(own) - len(trained) + max(most_in_flight(p, waits) for p in placements),
-        moment_copies=max(moment_copies(p, grpo, rewards) for p in placements),
+        graphs_in_flight=pending,
+        pending=len(own) - len(trained) + pending,
+        moment_copies=max(moment_copies(p, grpo, rewards, waves_in_flight) for p in placements),
+        waves_in_flight=min(waves_in_flight, len(own)),
     )
 
 
-def most_in_flight(placement: Placement, waits_for_all: bool) -> int:
+def most_in_flight(placement: Placement, waits_for_all: bool, waves_in_flight: int = 1) -> int:
     """Most on-policy waves that have been rolled out and not yet trained."""
     pending: list[Wave] = []
     most = 0
-    for wave in (w for w in placement.waves if w.minibatch == 0):
-        pending.append(wave)
+    waves = [w for w in placement.waves if w.minibatch == 0]
+    for first in range(0, len(waves), waves_in_flight):
+        together = waves[first : first + waves_in_flight]
+        pending += together
         most = max(most, len(pending))
         if not waits_for_all:
-            pending = [w for w in pending if not placement.ready(w, wave.index)]
+            pending = [w for w in pending if not placement.ready(w, together[-1].index)]
     return most
 
 

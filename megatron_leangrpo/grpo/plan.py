@@ -18,24 +18,20 @@ from megatron_leangrpo.grpo.planning import (
     configured_ranks,
     workload_of,
 )
-from megatron_leangrpo.pipeline.order import phases, same_windows
+from megatron_leangrpo.pipeline.order import phases
 from megatron_leangrpo.pipeline.simulator import simulate
 from megatron_leangrpo.pipeline.timeline import save_timeline
 from megatron_leangrpo.planner.gpus import Gpu, find_gpu
-from megatron_leangrpo.planner.pipelining import stage_times, waves_in_flight
-from megatron_leangrpo.planner.report import (
-    configured_line,
-    pipeline_line,
-    print_plan,
-    to_json,
-)
+from megatron_leangrpo.planner.memory import base_of
+from megatron_leangrpo.planner.pipelining import stage_times, trained_windows
+from megatron_leangrpo.planner.report import configured_lines, label, print_plan, to_json
 from megatron_leangrpo.planner.selector import Candidate, Choice, choose
 from megatron_leangrpo.planner.workload import Ranks, Workload
 from megatron_leangrpo.reporting.console import Console
 
 MOST_GPUS = 1024
-_STAGES = (2, 4, 8)
-"""Sizes of pipelines to look at."""
+_STAGES = (1, 2, 4, 8)
+"""Sizes of pipelines to look at, besides the configured one."""
 
 
 def plan(
@@ -45,7 +41,7 @@ def plan(
     json_path: str | None = None,
     timeline_path: str | None = None,
 ) -> None:
-    """Print the plan of a run, write it as JSON, and draw the best layout with pipeline stages."""
+    """Print the plan of a run, write it as JSON, and draw a layout with pipeline stages."""
     gpu = find_gpu(gpu_name)
     count = gpus if gpus is not None else min(gpu.per_node, 8)
     if not 1 <= count <= MOST_GPUS:
@@ -68,32 +64,42 @@ def plan(
     print_plan(console, _title(config, work, gpu, count), choice, work, gpu)
     own = [candidate for candidate in found if candidate.ranks == configured]
     if own and choice.chosen not in own:
-        console.line(configured_line(_choose_or_why_not(work, own, gpu, device), configured))
-    staged = all_candidates(config, work, _possible(config, work, gpu, count, _STAGES), gpu)
-    fitting = [c for c in staged if c.problem is None and c.fits(gpu.budget)]
-    if fitting:
-        best = min(fitting, key=lambda c: (c.seconds.total, c.memory.total))
-        console.line(pipeline_line(best, choice.chosen))
-        if timeline_path is not None:
-            _draw(timeline_path, config, work, best, gpu)
-    elif timeline_path is not None:
-        console.line("--timeline: no layout with pipeline stages fits, so there is none to draw")
+        on_own = _choose_or_why_not(work, own, gpu, device)
+        for line in configured_lines(on_own, configured):
+            console.line(line)
+    if timeline_path is not None:
+        drawn = _to_draw(choice, configured, gpu)
+        if drawn is None:
+            console.line(
+                "--timeline: no layout with pipeline stages fits, so there is none to draw"
+            )
+        else:
+            _draw(timeline_path, config, work, drawn, gpu)
+            console.line(f"--timeline: {label(drawn)} is drawn in {timeline_path}")
     if json_path is not None:
         settings = {**dataclasses.asdict(config), "gpu": gpu.name, "gpus": count}
         report = to_json(choice, work, gpu, settings)
         atomic_write(json_path, json.dumps(report, indent=2) + "\n")
 
 
-def _draw(path: str, config: RunConfig, work: Workload, best: Candidate, gpu: Gpu) -> None:
+def _to_draw(choice: Choice, configured: Ranks, gpu: Gpu) -> Candidate | None:
+    """The fastest candidate with stages: on the configured layout, if that has any, or on all."""
+    exact = [c for c in choice.reasons if c.is_exact and c.problem is None]
+    staged = [c for c in exact if c.stages and c.fits(gpu.budget)]
+    own = [c for c in staged if c.ranks == configured]
+    return min(own or staged, key=lambda c: c.seconds.total, default=None)
+
+
+def _draw(path: str, config: RunConfig, work: Workload, drawn: Candidate, gpu: Gpu) -> None:
     """The first waves of an iteration on the stages, rewards and the update left out."""
-    ranks, steps = best.ranks, work.sampled_steps
-    batch = batches_of(config)(ranks.data)
-    times = stage_times(work, batch, best.recompute, ranks, gpu)
-    flight = waves_in_flight(batch, best.schedule, ranks.pipeline)
-    windows = same_windows(flight, range(work.trained_steps))
+    ranks, steps = drawn.ranks, work.sampled_steps
+    batch = batches_of(config)(ranks)
+    times = stage_times(work, batch, drawn.recompute, ranks, gpu)
+    flight = batch.waves_in_flight
+    windows = [trained_windows(work, drawn.schedule, batch.wave_size)] * flight
     first_step, *_ = phases("rollout", ranks.pipeline, 1, windows)
     panels = {"rollout, step by step": [simulate(first_step, times)] * steps}
-    for name in ("rollout", best.schedule):
+    for name in ("rollout", base_of(work, drawn.schedule)):
         order = phases(name, ranks.pipeline, steps, windows)
         panels[name] = [simulate(phase, times) for phase in order]
     title = f"{config.recipe} on {ranks}: {flight} waves in flight, {steps} steps"
@@ -111,7 +117,8 @@ def _choose_or_why_not(
 
 def _layouts(config: RunConfig, work: Workload, gpu: Gpu, gpus: int) -> Sequence[Ranks]:
     """Parallel sizes that heads, nodes and groups allow."""
-    layouts = _possible(config, work, gpu, gpus)
+    stages = {*_STAGES, config.parallel.pipeline_model_parallel_size}
+    layouts = _possible(config, work, gpu, gpus, sorted(stages))
     if not layouts:
         below = next((n for n in range(gpus, 0, -1) if _possible(config, work, gpu, n)), None)
         above = next(
@@ -132,7 +139,7 @@ def _possible(
     config: RunConfig, work: Workload, gpu: Gpu, gpus: int, stages: Sequence[int] = (1,)
 ) -> list[Ranks]:
     grpo, layouts = config.grpo, []
-    blocks = sum(count for _, count in work.shape.blocks)
+    blocks = len(work.shape.kinds)
     sizes = range(1, min(gpus, gpu.per_node) + 1)
     for tp, cp, pp in itertools.product(sizes, sizes, stages):
         # The ranks of a trajectory stay inside a node; heads are padded for the context.

@@ -43,15 +43,22 @@ def workload_of(config: RunConfig, architecture: Architecture) -> Workload:
         sequence_parallel=config.parallel.sequence_parallel,
         trainable=None if adaptation is None else adaptation.num_parameters,
         steps_chosen_singly=_chosen_singly(config),
+        pipeline_split=model.pipeline_split,
         jagg=Jagg(grpo.jagg_on, grpo.jagg_window, grpo.jagg_frac),
         companions=_companions(config, architecture),
     )
 
 
-def batches_of(config: RunConfig) -> Callable[[int], Batch]:
-    """Return a function from the data-parallel size to a rank's iteration."""
+def batches_of(config: RunConfig) -> Callable[[Ranks], Batch]:
+    """Return a function from a layout to a rank's iteration."""
     rewards = max(1, len(config.reward.weights))
-    return functools.lru_cache(lambda dp: batch_of(config.grpo, dp, rewards))
+    own = functools.lru_cache(functools.partial(batch_of, config.grpo))
+    return lambda ranks: own(ranks.data, rewards, waves_in_flight(config, ranks.pipeline))
+
+
+def waves_in_flight(config: RunConfig, stages: int) -> int:
+    """Waves that are rolled out together: the configured ones, or as many as there are stages."""
+    return (config.parallel.pipeline_waves_in_flight or stages) if stages > 1 else 1
 
 
 def resolve_auto(config: RunConfig, world_size: int) -> tuple[RunConfig, str | None]:
@@ -88,7 +95,8 @@ def configured_ranks(config: RunConfig, world_size: int) -> Ranks:
     """How the configuration divides a number of processes."""
     parallel = config.parallel
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    return Ranks(tp, cp, world_size // (tp * cp))
+    pp = parallel.pipeline_model_parallel_size
+    return Ranks(tp, cp, world_size // (tp * cp * pp), pp)
 
 
 def all_candidates(

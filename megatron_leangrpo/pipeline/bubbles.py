@@ -4,15 +4,59 @@
 Letters: P stages, M trajectories in flight, N steps, T of them trained (the first ones), f, b and
 c = f + b the times of a stage's forward, backward and both, l the latency of a message, R a round
 trip of the ring. Each time is the longest of a few paths through the order of `order`; with equal
-stages, and for the rollout and the backward stream always, it is what `simulator` plays.
+stages, and for the rollout and the backward stream always, it is what `simulator` plays. Where the
+closed forms may be off by more than two points, `waiting` plays the order instead.
 """
 
-from megatron_leangrpo.pipeline.order import Schedule
+from collections.abc import Sequence
+from functools import lru_cache
+
+from megatron_leangrpo.pipeline.order import Schedule, Window, phases
+from megatron_leangrpo.pipeline.simulator import simulate_all
 from megatron_leangrpo.pipeline.times import StageTimes
 
 
-def bubble(schedule: Schedule, times: StageTimes, trajectories: int, steps: int, trained: int):
-    """Share of the stages' time in which they wait, from 0 to 1."""
+def waiting(
+    schedule: Schedule,
+    times: StageTimes,
+    trajectories: int,
+    steps: int,
+    windows: Sequence[Window],
+) -> float:
+    """Share of the stages' time in which they wait, where all trajectories train these windows."""
+    return _waiting(schedule, times, trajectories, steps, tuple(windows))
+
+
+@lru_cache(maxsize=4096)
+def _waiting(
+    schedule: Schedule,
+    times: StageTimes,
+    trajectories: int,
+    steps: int,
+    windows: tuple[Window, ...],
+) -> float:
+    if _has_closed_form(schedule, times.stages, trajectories, windows):
+        return bubble(schedule, times, trajectories, steps, len(windows))
+    order = phases(schedule, times.stages, steps, [windows] * trajectories)
+    return simulate_all(order, times)[1]
+
+
+def _has_closed_form(
+    schedule: Schedule, stages: int, trajectories: int, windows: tuple[Window, ...]
+) -> bool:
+    """Whether `bubble` is the simulated one to two points."""
+    if any(len(window) > 1 for window in windows):
+        return False
+    if schedule != "reweight":
+        return True
+    first_steps = tuple((step,) for step in range(len(windows)))
+    return trajectories >= stages and windows == first_steps
+
+
+def bubble(
+    schedule: Schedule, times: StageTimes, trajectories: int, steps: int, trained: int
+) -> float:
+    """Share of the stages' time in which they wait, in closed form."""
     total = times.stages * sum(phase_times(schedule, times, trajectories, steps, trained))
     forwards = trajectories * (steps + (trained if schedule == "replay" else 0))
     backwards = trajectories * (0 if schedule == "rollout" else trained)
@@ -44,8 +88,8 @@ def few_trajectories(schedule: Schedule, stages: int, trajectories: int, steps: 
     """What too few trajectories in flight cost, in a sentence; None where there are enough."""
     if trajectories >= stages:
         return None
-    times, trained = StageTimes.even(stages), max(1, steps - 1)
-    now, enough = (bubble(schedule, times, m, steps, trained) for m in (trajectories, stages))
+    times, windows = StageTimes.even(stages), [(step,) for step in range(max(1, steps - 1))]
+    now, enough = (waiting(schedule, times, m, steps, windows) for m in (trajectories, stages))
     one = trajectories == 1
     return (
         f"{trajectories} {'trajectory is' if one else 'trajectories are'} in flight on {stages} "

@@ -44,6 +44,9 @@ def graph_memory(shape: TransformerShape, layout: Layout, recompute: str) -> Gra
     """Bytes of one graph; `recompute` is none, selective (attention) or full (every block)."""
     full = recompute == "full"
     tapes = _tapes(shape, layout)
+    # Blocks of a kind share one tape.
+    distinct = {id(tape): tape for tape, _ in tapes}
+    peaks = {key: tape.backward_peak() for key, tape in distinct.items()}
     held = [input_bytes(shape, layout)]
     held += [tape.held(recomputed=full and not last) for tape, last in tapes]
     peak = joint = below = held[0]
@@ -53,13 +56,13 @@ def graph_memory(shape: TransformerShape, layout: Layout, recompute: str) -> Gra
     upto = shape.replicated_parameters * layout.width
     for (tape, _), size in zip(tapes, held[1:]):
         # A recomputed block has all its tensors again while its own backward runs.
-        highest = below + tape.backward_peak()
+        highest = below + peaks[id(tape)]
         above -= tape.weights
         upto += tape.weights
         joint = max(joint, sum(held) + highest + above, highest + upto)
         peak = max(peak, highest)
         below += size
-    without = max(tape.forward_peak() for tape, _ in tapes)
+    without = max(tape.forward_peak() for tape in distinct.values())
     return GraphMemory(sum(held), peak, joint, without)
 
 
@@ -77,8 +80,8 @@ def forward_cost(shape: TransformerShape, layout: Layout) -> ForwardCost:
 
 
 def _tapes(shape: TransformerShape, layout: Layout) -> list[tuple[Tape, bool]]:
-    """The tapes of all blocks in order, and of the output, which alone is marked True."""
+    """The tapes of all blocks in order, and of the output if it is here, which alone is True."""
     tapes: list[tuple[Tape, bool]] = []
     for kind, count in shape.blocks:
         tapes += [(block_tape(kind, shape, layout), False)] * count
-    return [*tapes, (output_tape(shape, layout), True)]
+    return [*tapes, (output_tape(shape, layout), True)] if shape.is_last else tapes

@@ -146,8 +146,13 @@ def output_tape(shape: TransformerShape, layout: Layout) -> Tape:
 
 
 def input_bytes(shape: TransformerShape, layout: Layout) -> int:
-    """Bytes that the embeddings of latents, text and conditioning keep for their backwards."""
+    """Bytes that the embeddings of latents, text and conditioning keep for their backwards.
+
+    A stage that embeds nothing keeps what it received, of which its first block counts the tokens.
+    """
     write = BlockWriter(shape, layout)
+    if not shape.is_first:
+        return _conditioning(write, shape.kinds[0])
     # The conditioning vector, and the two or three small MLPs it comes from.
     kept = 10 * write.vector
     if layout.batch > 1:
@@ -162,3 +167,17 @@ def input_bytes(shape: TransformerShape, layout: Layout) -> int:
         for count in streams:
             kept += write.rows(write.all_tokens(count), shape.hidden) - write.stream(count)
     return kept
+
+
+def boundary_bytes(shape: TransformerShape, layout: Layout, kind: BlockKind) -> int:
+    """Bytes that a stage hands to the next one, which begins with a block of this kind."""
+    write = BlockWriter(shape, layout)
+    streams = [shape.image_tokens] if kind == "cross" else [shape.text_tokens, shape.image_tokens]
+    return write.stream(*streams) + _conditioning(write, kind)
+
+
+def _conditioning(write: BlockWriter, kind: BlockKind) -> int:
+    """What passes a boundary besides the tokens: vectors, and the text that is attended to."""
+    if kind != "cross":
+        return write.vector
+    return 7 * write.vector + write.rows(write.shape.text_tokens, write.hidden)

@@ -24,6 +24,8 @@ class RankMemory:
     rewards: int
     activations: int
     """Everything that comes and goes within an iteration."""
+    messages: int = 0
+    """On their way between the stages of a pipeline."""
 
     @property
     def total(self) -> int:

@@ -1,70 +1,65 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """Memory and seconds of a rank where the blocks are split over pipeline stages.
 
-A stage is reckoned as a transformer of its blocks alone. Embedders are the first stage's; the
-inputs and the output, which are small, are counted on every stage.
+A stage is reckoned as a transformer of its blocks alone, with the embedders on the first stage and
+the output on the last one. Inputs and what waits to be trained are counted on every stage.
 """
 
 import math
-from collections import Counter
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import groupby
 
 from megatron_leangrpo.models.common.shape import BlockKind, TransformerShape
-from megatron_leangrpo.pipeline.bubbles import bubble
-from megatron_leangrpo.pipeline.order import graphs_in_flight
+from megatron_leangrpo.pipeline.bubbles import waiting
+from megatron_leangrpo.pipeline.order import Schedule, Window, most_kept, phases
 from megatron_leangrpo.pipeline.stages import balanced_split, time_costs
 from megatron_leangrpo.pipeline.times import StageTimes
 from megatron_leangrpo.planner.blocks import Layout
 from megatron_leangrpo.planner.gpus import Gpu
-from megatron_leangrpo.planner.kinds import block_tape
-from megatron_leangrpo.planner.memory import RankMemory, rank_memory
+from megatron_leangrpo.planner.kinds import block_tape, boundary_bytes
+from megatron_leangrpo.planner.memory import RankMemory, base_of, rank_memory, windows
 from megatron_leangrpo.planner.seconds import IterationSeconds, iteration_seconds, pass_seconds
 from megatron_leangrpo.planner.workload import Batch, Ranks, Workload
 
 
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage of a layout."""
+
+    blocks: int
+    memory: RankMemory
+    forward: float
+    """Seconds of a wave's forward."""
+    backward: float
+    """Seconds of a wave's backward, recomputed forwards included."""
+
+
 @lru_cache(maxsize=512)
-def stage_works(
-    work: Workload, batch: Batch, recompute: str, ranks: Ranks, gpu: Gpu
-) -> tuple[Workload, ...]:
-    """The run as each stage sees it: its own blocks, balanced by seconds."""
-    inside = replace(ranks, pipeline=1)
-    kinds = [kind for kind, count in work.shape.blocks for _ in range(count)]
-    seconds = {kind: _block_seconds(work, kind, batch, recompute, inside, gpu) for kind in kinds}
-    split = balanced_split(time_costs([seconds[kind] for kind in kinds], ranks.pipeline))
+def stage_works(work: Workload, stages: int) -> tuple[Workload, ...]:
+    """The run as each stage sees it."""
     works, begin = [], 0
-    for count in split:
-        own = tuple(kinds[begin : begin + count])
-        works.append(_with_blocks(work, own, has_embedders=begin == 0))
+    weights = [_weights(work.shape, kind) for kind in work.shape.kinds]
+    for count in split_of(work, stages):
+        own = range(begin, begin + count)
+        trainable = work.trainable
+        if trainable is not None:
+            share = sum(weights[n] for n in own) / sum(weights)
+            trainable = math.ceil(trainable * share)
+        works.append(replace(work, shape=work.shape.stage(own), trainable=trainable))
         begin += count
     return tuple(works)
 
 
-def _block_seconds(
-    work: Workload, kind: BlockKind, batch: Batch, recompute: str, ranks: Ranks, gpu: Gpu
-) -> float:
-    """One forward and one backward of a block."""
-    one, two = (_with_blocks(work, (kind,) * n, has_embedders=False) for n in (1, 2))
-    both = [sum(pass_seconds(own, batch, recompute, ranks, gpu)) for own in (one, two)]
-    return both[1] - both[0]
-
-
-@lru_cache(maxsize=1024)
-def _with_blocks(work: Workload, kinds: tuple[BlockKind, ...], has_embedders: bool) -> Workload:
-    """The run of a transformer of some of its blocks."""
-    shape = work.shape
-    share = sum(_weights(shape, kind) for kind in kinds) / sum(
-        count * _weights(shape, kind) for kind, count in shape.blocks
-    )
-    part = replace(
-        shape,
-        blocks=tuple((kind, len(list(same))) for kind, same in groupby(kinds)),
-        sharded_parameters=math.ceil(shape.sharded_parameters * share),
-        replicated_parameters=shape.replicated_parameters if has_embedders else 0,
-    )
-    trainable = None if work.trainable is None else math.ceil(work.trainable * share)
-    return replace(work, shape=part, trainable=trainable)
+@lru_cache(maxsize=512)
+def split_of(work: Workload, stages: int) -> tuple[int, ...]:
+    """Blocks of each stage, as a run splits them; a list is for its own number of stages."""
+    kinds, split = work.shape.kinds, work.pipeline_split
+    if isinstance(split, tuple) and len(split) == stages:
+        return split
+    if split == "memory":
+        return balanced_split([[_weights(work.shape, kind) for kind in kinds]] * stages)
+    return balanced_split(time_costs([1.0] * len(kinds), stages))
 
 
 @lru_cache(maxsize=64)
@@ -73,46 +68,109 @@ def _weights(shape: TransformerShape, kind: BlockKind) -> int:
     return block_tape(kind, shape, Layout(batch=1, width=1)).weights
 
 
-def waves_in_flight(batch: Batch, schedule: str, stages: int) -> int:
-    """M: what fills the stages, and more where it costs next to nothing.
+def trained_windows(work: Workload, schedule: str, wave_size: int) -> tuple[Window, ...]:
+    """What a wave differentiates, the first steps; jagg's approximated windows evenly among them.
 
-    More latents for replay, graphs that wait for their groups anyway for retain; a gradient buffer
-    each for reweight.
+    jagg is reckoned past its first iteration.
     """
-    wanted = {"replay": 4 * stages, "retain": max(stages, batch.graphs_in_flight)}
-    return min(batch.trained_waves, wanted.get(schedule, stages))
+    steps = math.ceil(work.trained_steps_of(wave_size))
+    count, size = windows(work) if schedule == "jagg" else (0, 1)
+    if not count:
+        return tuple((step,) for step in range(steps))
+    found: list[Window] = []
+    full, done = steps // size, 0
+    for n in range(full):
+        own = tuple(range(n * size, (n + 1) * size))
+        is_one = (n + 1) * count // full > done
+        done += is_one
+        found += [own] if is_one else [(step,) for step in own]
+    return (*found, *((step,) for step in range(full * size, steps)))
 
 
-def pipeline_memory(
+def stage_plans(
     work: Workload, batch: Batch, schedule: str, recompute: str, ranks: Ranks, gpu: Gpu
-) -> RankMemory:
-    """Bytes on a rank of the stage that needs the most."""
-    flight = waves_in_flight(batch, schedule, ranks.pipeline)
-    inside = replace(ranks, pipeline=1)
-    steps = math.ceil(work.trained_steps_of(batch.wave_size))
-    stages = []
-    for stage, own in enumerate(stage_works(work, batch, recompute, ranks, gpu)):
-        held = graphs_in_flight("replay", ranks.pipeline, stage, flight, steps)
-        stage_batch = replace(
-            batch,
-            graphs_in_flight=max(batch.graphs_in_flight, flight),
-            graphs_of_a_step=held,
-            pending=max(batch.pending, flight),
-            # Each trajectory in flight collects its gradient in buffers of its own.
-            moment_copies=batch.moment_copies + flight - 1,
+) -> tuple[StagePlan, ...]:
+    """Bytes and seconds of every stage."""
+    times = stage_times(work, batch, recompute, ranks, gpu)
+    memories = stage_memories(work, batch, schedule, recompute, ranks)
+    return tuple(
+        StagePlan(sum(n for _, n in own.shape.blocks), memory, forward, backward)
+        for own, memory, forward, backward in zip(
+            stage_works(work, ranks.pipeline), memories, times.forward, times.backward
         )
-        stages.append(rank_memory(own, stage_batch, schedule, recompute, inside))
-    return max(stages, key=lambda memory: memory.total)
+    )
+
+
+def stage_memories(
+    work: Workload, batch: Batch, schedule: str, recompute: str, ranks: Ranks
+) -> list[RankMemory]:
+    """Bytes on a rank of each stage."""
+    inside = replace(ranks, pipeline=1)
+    kept = [
+        _kept(
+            base_of(work, schedule),
+            ranks.pipeline,
+            batch.waves_in_flight,
+            work.sampled_steps,
+            trained_windows(work, name, batch.wave_size),
+        )
+        # The first iteration of jagg is exact.
+        for name in dict.fromkeys((schedule, base_of(work, schedule)))
+    ]
+    messages = _messages(work, batch, ranks)
+    return [
+        replace(
+            rank_memory(
+                own, replace(batch, graphs_of_a_step=max(graphs)), schedule, recompute, inside
+            ),
+            messages=message,
+        )
+        for own, graphs, message in zip(
+            stage_works(work, ranks.pipeline), zip(*kept, strict=True), messages
+        )
+    ]
+
+
+@lru_cache(maxsize=1024)
+def _kept(
+    schedule: Schedule, stages: int, trajectories: int, steps: int, own: tuple[Window, ...]
+) -> tuple[int, ...]:
+    """Most graphs that each stage holds, where not all of them wait for their rewards."""
+    order = phases(schedule, stages, steps, [own] * trajectories)
+    return tuple(most_kept(program) for program in order[-1].programs)
+
+
+def _messages(work: Workload, batch: Batch, ranks: Ranks) -> Iterator[int]:
+    """Bytes of the messages of each stage: to and from a neighbour one waits to be taken."""
+    layout = work.layout(ranks, "none", batch.wave_size)
+    kinds, begin, before = work.shape.kinds, 0, 0
+    for count in split_of(work, ranks.pipeline):
+        begin += count
+        is_last = begin == len(kinds)
+        after = 0 if is_last else boundary_bytes(work.shape, layout, kinds[begin])
+        # One of each is sent and one received, in both directions.
+        yield 2 * (before + after)
+        before = after
 
 
 def stage_times(work: Workload, batch: Batch, recompute: str, ranks: Ranks, gpu: Gpu) -> StageTimes:
     """Seconds of a wave's forward and backward on each stage, and of the way to the next one."""
     inside = replace(ranks, pipeline=1)
-    works = stage_works(work, batch, recompute, ranks, gpu)
-    passes = [pass_seconds(own, batch, recompute, inside, gpu) for own in works]
-    link = gpu.node_link if ranks.trajectory * ranks.pipeline <= gpu.per_node else gpu.network
-    forward, backward = zip(*passes)
-    return StageTimes(forward, backward, gpu.latency + _boundary(work, batch, inside) / link)
+    passes = [
+        pass_seconds(own, batch, recompute, inside, gpu)
+        for own in stage_works(work, ranks.pipeline)
+    ]
+    # Stages are as far apart as can be: all ranks of one stage come before those of the next.
+    inside_node = ranks.trajectory * ranks.data * ranks.pipeline <= gpu.per_node
+    link = gpu.node_link if inside_node else gpu.network
+    layout = work.layout(ranks, "none", batch.wave_size)
+    message = work.forwards * boundary_bytes(work.shape, layout, work.shape.kinds[0])
+    again = 1 if recompute == "full" else 0
+    return StageTimes(
+        tuple(forward for forward, _ in passes),
+        tuple(backward + again * forward for forward, backward in passes),
+        gpu.latency + message / link,
+    )
 
 
 def pipeline_seconds(
@@ -120,15 +178,11 @@ def pipeline_seconds(
 ) -> IterationSeconds:
     """Predict the seconds of one iteration: what stages compute, and how long they wait."""
     inside = replace(ranks, pipeline=1)
-    works = stage_works(work, batch, recompute, ranks, gpu)
-    alone = [iteration_seconds(own, batch, schedule, recompute, inside, gpu) for own in works]
-    times = stage_times(work, batch, recompute, ranks, gpu)
-    trained = math.ceil(work.trained_steps_of(batch.wave_size))
-    flight = waves_in_flight(batch, schedule, ranks.pipeline)
-    idle = bubble(schedule, times, flight, work.sampled_steps, trained)
-    # The last round of waves may be a small one; it takes as long as the others.
-    rounds = math.ceil(batch.waves / flight) * flight / batch.waves
-    idle = 1 - (1 - idle) / rounds
+    alone = [
+        iteration_seconds(own, batch, schedule, recompute, inside, gpu)
+        for own in stage_works(work, ranks.pipeline)
+    ]
+    idle = iteration_bubble(work, batch, schedule, recompute, ranks, gpu)
     busy = (1 - idle) * ranks.pipeline
     return IterationSeconds(
         rollout=sum(seconds.rollout for seconds in alone) / busy,
@@ -138,10 +192,16 @@ def pipeline_seconds(
     )
 
 
-def _boundary(work: Workload, batch: Batch, ranks: Ranks) -> float:
-    """Bytes that a rank hands to the next stage."""
-    layout, shape = work.layout(ranks, "none", batch.wave_size), work.shape
-    joint = Counter(dict(shape.blocks)).keys() & {"double", "single"}
-    tokens = layout.shard(shape.text_tokens, shape.image_tokens)
-    own = tokens if joint else layout.shard(shape.image_tokens) + shape.text_tokens
-    return work.forwards * own * layout.batch * shape.hidden * layout.width
+def iteration_bubble(
+    work: Workload, batch: Batch, schedule: str, recompute: str, ranks: Ranks, gpu: Gpu
+) -> float:
+    """Share in which the stages wait: waves go through them in rounds, the last one a small one."""
+    times = stage_times(work, batch, recompute, ranks, gpu)
+    own = trained_windows(work, schedule, batch.wave_size)
+    rounds, rest = divmod(batch.waves, batch.waves_in_flight)
+    sizes = {batch.waves_in_flight: rounds, **({rest: 1} if rest else {})}
+    taken = sum(
+        count * size / (1 - waiting(base_of(work, schedule), times, size, work.sampled_steps, own))
+        for size, count in sizes.items()
+    )
+    return 1 - batch.waves / taken

@@ -4,7 +4,9 @@
 from dataclasses import asdict
 from typing import Any
 
+from megatron_leangrpo.pipeline.bubbles import few_trajectories
 from megatron_leangrpo.planner.gpus import GIB, Gpu
+from megatron_leangrpo.planner.pipelining import StagePlan
 from megatron_leangrpo.planner.selector import (
     SCHEDULES,
     Candidate,
@@ -28,32 +30,47 @@ def print_plan(console: Console, title: str, choice: Choice, work: Workload, gpu
         title=title,
     )
     console.line()
-    console.line(f"chosen: {_label(choice.chosen)}, {choice.reasons[choice.chosen]}")
+    console.line(f"chosen: {label(choice.chosen)}, {choice.reasons[choice.chosen]}")
     for line in _explanations(choice, work):
         console.line(line)
 
 
-def configured_line(found: Choice | ValueError, ranks: Ranks) -> str:
+def configured_lines(found: Choice | ValueError, ranks: Ranks) -> list[str]:
     """What the configured layout would get, where another one was chosen."""
     setting = f"on {ranks}, as configured"
     if isinstance(found, ValueError):
-        return f"{setting}: {found}"
+        return [f"{setting}: {found}"]
     chosen = found.chosen
-    return (
+    line = (
         f"{setting}: {name_of(chosen)}, {found.reasons[chosen]}, "
         f"{number(chosen.seconds.total)} s an iteration"
     )
+    return [line, *_stage_lines(chosen)]
 
 
-def pipeline_line(best: Candidate, chosen: Candidate) -> str:
-    """What the best layout with pipeline stages would take."""
-    ratio = chosen.seconds.total / best.seconds.total
-    speed = f"{ratio:.2f} times as fast" if ratio > 1.005 else f"no faster ({ratio:.2f} times)"
-    return (
-        f"with pipeline stages, which runs do not have yet: {_label(best)} would be {speed}: "
-        f"{number(best.seconds.total)} s an iteration, {best.seconds.idle:.0%} of it waiting, "
-        f"{best.memory.total / GIB:.1f} GiB"
-    )
+def _stage_lines(candidate: Candidate) -> list[str]:
+    """How a layout with pipeline stages is split, and what it waits for."""
+    stages, ranks = candidate.stages, candidate.ranks
+    if not stages:
+        return []
+    lines = [
+        f"stages: {len(stages)} of {' + '.join(str(stage.blocks) for stage in stages)} blocks, "
+        f"{candidate.waves_in_flight} waves in flight, waiting {candidate.seconds.idle:.1%} of the "
+        f"time; memory {', '.join(f'{stage.memory.total / GIB:.1f}' for stage in stages)} GiB"
+    ]
+    times = [stage.forward + stage.backward for stage in stages]
+    uneven = max(times) * len(times) / sum(times) - 1
+    if uneven > 0.02:
+        slowest = times.index(max(times))
+        lines.append(
+            f"  stage {slowest} is {uneven:.0%} slower than the mean of the stages, which wait for "
+            "it (parallel.pipeline_split)"
+        )
+    flight = candidate.waves_in_flight
+    few = few_trajectories(candidate.schedule, ranks.pipeline, flight, candidate.steps)
+    if few is not None:
+        lines.append(f"  warning: {few} (parallel.pipeline_waves_in_flight)")
+    return lines
 
 
 def to_json(choice: Choice, work: Workload, gpu: Gpu, settings: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +90,10 @@ def _candidate_json(candidate: Candidate, choice: Choice, gpu: Gpu) -> dict[str,
         "recompute_granularity": candidate.recompute,
         "tensor_model_parallel_size": candidate.ranks.tensor,
         "context_parallel_size": candidate.ranks.context,
+        "pipeline_model_parallel_size": candidate.ranks.pipeline,
         "data_parallel_size": candidate.ranks.data,
+        "waves_in_flight": candidate.waves_in_flight,
+        "stages": [_stage_json(stage) for stage in candidate.stages],
         "memory_bytes": {**asdict(candidate.memory), "total": candidate.memory.total},
         "seconds": {**asdict(candidate.seconds), "total": candidate.seconds.total},
         "samples_per_second": candidate.samples_per_second,
@@ -82,6 +102,15 @@ def _candidate_json(candidate: Candidate, choice: Choice, gpu: Gpu) -> dict[str,
         "fits": candidate.fits(gpu.budget),
         "chosen": candidate is choice.chosen,
         "reason": choice.reasons[candidate],
+    }
+
+
+def _stage_json(stage: StagePlan) -> dict[str, Any]:
+    return {
+        "blocks": stage.blocks,
+        "memory_bytes": {**asdict(stage.memory), "total": stage.memory.total},
+        "forward_seconds": stage.forward,
+        "backward_seconds": stage.backward,
     }
 
 
@@ -126,7 +155,8 @@ def _short(reason: str) -> str:
     return reason.split(";")[0].split(":")[0].split(" (")[0]
 
 
-def _label(candidate: Candidate) -> str:
+def label(candidate: Candidate) -> str:
+    """The schedule and the layout."""
     return f"{name_of(candidate)} on {candidate.ranks}"
 
 
@@ -141,6 +171,7 @@ def _explanations(choice: Choice, work: Workload) -> list[str]:
             if c.schedule == schedule and c is not chosen and c.ranks == chosen.ranks
         ]
         lines += [f"  {name_of(c)} there: {choice.reasons[c]}" for c in same]
+    lines += _stage_lines(chosen)
     lines.append(f"parts of the memory: {_parts(chosen)}")
     lines.append(forward_cost_line(work))
     return lines

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron_leangrpo.planner.gpus import GIB, Gpu
 from megatron_leangrpo.planner.memory import RankMemory, base_of, rank_memory, windows
-from megatron_leangrpo.planner.pipelining import pipeline_memory, pipeline_seconds
+from megatron_leangrpo.planner.pipelining import StagePlan, pipeline_seconds, stage_plans
 from megatron_leangrpo.planner.seconds import (
     IterationSeconds,
     forward_equivalents,
@@ -32,6 +32,11 @@ class Candidate:
     """Cost of a trajectory in forwards."""
     problem: str | None = None
     """Why it cannot be run as configured, whatever the memory."""
+    stages: tuple[StagePlan, ...] = ()
+    """Of a pipeline; `memory` is that of the one that needs the most."""
+    waves_in_flight: int = 1
+    steps: int = 1
+    """N."""
 
     @property
     def is_exact(self) -> bool:
@@ -53,19 +58,19 @@ class Choice:
 
 def candidates(
     work: Workload,
-    batch_of: Callable[[int], Batch],
+    batch_of: Callable[[Ranks], Batch],
     layouts: Sequence[Ranks],
     gpu: Gpu,
     recompute: str,
 ) -> list[Candidate]:
-    """Every schedule on every layout with every recomputation; with stages the exact ones.
+    """Every schedule on every layout with every recomputation.
 
     `recompute` is the configured one; attention alone is recomputed where it says so.
     """
     found = []
     for ranks in layouts:
-        batch = batch_of(ranks.data)
-        for schedule in EXACT if ranks.pipeline > 1 else SCHEDULES:
+        batch = batch_of(ranks)
+        for schedule in SCHEDULES:
             for mode in dict.fromkeys(("none", recompute, "full")):
                 found.append(_candidate(work, batch, schedule, mode, ranks, gpu))
     return found
@@ -76,16 +81,22 @@ def _candidate(
 ) -> Candidate:
     staged = ranks.pipeline > 1
     run = work, batch, schedule, recompute, ranks
+    stages = stage_plans(*run, gpu) if staged else ()
     seconds = pipeline_seconds(*run, gpu) if staged else iteration_seconds(*run, gpu)
     return Candidate(
         schedule=schedule,
         recompute=recompute,
         ranks=ranks,
-        memory=pipeline_memory(*run, gpu) if staged else rank_memory(*run),
+        memory=max((stage.memory for stage in stages), key=lambda m: m.total)
+        if staged
+        else rank_memory(*run),
         seconds=seconds,
         samples_per_second=work.samples / seconds.total,
         forward_equivalents=forward_equivalents(work, schedule, recompute, reference=False),
         problem=_problem(work, schedule),
+        stages=stages,
+        waves_in_flight=batch.waves_in_flight,
+        steps=work.sampled_steps,
     )
 
 
@@ -139,6 +150,8 @@ def _why(
         best = min(faster, key=lambda c: c.seconds.total)
         text += f"; {name_of(best)} would be faster but {_missing(best, budget)}"
     others = [c for c in same_layout if c.schedule == "replay" and c in fitting]
+    if chosen.stages:
+        text += f"; its stages wait for {chosen.seconds.idle:.1%} of the time"
     if chosen.schedule != "replay" and others:
         replay = min(others, key=lambda c: c.seconds.total)
         gain = replay.seconds.total / chosen.seconds.total
@@ -156,6 +169,8 @@ def _reason(work: Workload, candidate: Candidate, chosen: Candidate, budget: int
         speed = f"{1 / ratio:.2f} times as fast" if ratio < 1 else f"{_slower(ratio)}"
         return f"approximate, {speed}; never chosen by itself (grpo.schedule = jagg)"
     reason = _slower(ratio)
+    if candidate.stages:
+        reason += f", its stages wait for {candidate.seconds.idle:.1%} of the time"
     if candidate.schedule == "reweight" and work.kl:
         backward = 2 if work.trainable is None else 1
         reason += (

@@ -2,6 +2,7 @@
 """Everything the planner needs to know of a run; no model, name or file."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from megatron_leangrpo.models.common.shape import Companions, TransformerShape
 from megatron_leangrpo.planner.blocks import Layout
@@ -23,6 +24,8 @@ class Batch:
     """Most waves whose latents are kept at once, off-policy ones included."""
     moment_copies: int
     """Most gradient-sized copies that reweight needs at once."""
+    waves_in_flight: int = 1
+    """Waves that are rolled out together, on their way through the stages of a pipeline."""
     graphs_of_a_step: int = 1
     """Graphs that replay and reweight hold at once: several on the stages of a pipeline."""
 
@@ -100,6 +103,8 @@ class Workload:
     """Parameters of adapters, in float32 or wider, on a frozen base; None trains the base."""
     steps_chosen_singly: bool = False
     """The trajectories of a wave train steps of their own (DanceGRPO)."""
+    pipeline_split: tuple[int, ...] | Literal["memory"] | None = None
+    """Blocks of each stage; None balances their number, memory their weights."""
     jagg: Jagg = field(default_factory=Jagg)
     companions: Companions = field(default_factory=Companions)
 

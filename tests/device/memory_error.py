@@ -23,7 +23,7 @@ def main(report: str, recipe: str, *overrides: str) -> None:
     """Print measured and predicted bytes of every schedule of a comparison."""
     config, _ = load(recipe, overrides)
     work = workload_of(config, resolve_architecture(config, needs_weights=False))
-    batch, recompute = batches_of(config)(1), config.model.recompute_granularity
+    batch, recompute = batches_of(config)(Ranks()), config.model.recompute_granularity
     rows = []
     for name, row in json.loads(Path(report).read_text(encoding="utf-8"))["schedules"].items():
         # A comparison measures the second run, in which jagg approximates.

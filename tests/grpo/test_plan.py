@@ -44,19 +44,26 @@ def test_flux_at_512_keeps_its_graphs_on_h100_nodes(tmp_path):
         plan("flux_dev_flowgrpo", FLUX, "h100-80gb", 32, *files)
     report = json.loads((tmp_path / "plan.json").read_text())
     chosen = report["chosen"]
-    assert chosen["schedule"] == "retain"
-    layout = f"on TP {chosen['tensor_model_parallel_size']}"
-    assert "\nchosen: retain" in output.getvalue() and layout in output.getvalue()
+    layout = f"{chosen['schedule']} on TP {chosen['tensor_model_parallel_size']}"
+    assert f"\nchosen: {layout}" in output.getvalue()
     rows = report["candidates"]
+    whole = [row for row in rows if row["fits"] and row["exact"] and not row["stages"]]
+    assert whole[0]["schedule"] == "retain"
+    # A quarter of the weights and the graph of one step: tensor parallelism is not needed.
+    assert chosen["pipeline_model_parallel_size"] == 4
+    assert chosen["seconds"]["total"] <= whole[0]["seconds"]["total"]
     assert {row["schedule"] for row in rows} == {"replay", "retain", "reweight", "jagg"}
-    # Every schedule on each TP x CP that fits into a node, with and without recomputation.
-    assert len(rows) == 4 * 2 * 10
+    # Every schedule on each TP x CP that fits into a node, with and without recomputation, and on
+    # as many pipeline stages as the ranks allow.
+    assert {row["pipeline_model_parallel_size"] for row in rows} == {1, 2, 4, 8}
+    assert len([row for row in rows if not row["stages"]]) == 4 * 2 * 10
     assert all(row["reason"] for row in rows)
     assert all(row["memory_bytes"]["total"] > 0 and row["seconds"]["total"] > 0 for row in rows)
     assert [row for row in rows if row["chosen"]] == [chosen]
-    # Pipelines are reckoned with, and drawn, and never chosen: runs have none.
-    assert "with pipeline stages, which runs do not have yet: " in output.getvalue()
-    assert not any(" PP " in row["reason"] for row in rows)
+    staged = [row for row in rows if row["pipeline_model_parallel_size"] == 4]
+    assert all(len(row["stages"]) == 4 == row["waves_in_flight"] for row in staged)
+    assert all(0 < row["seconds"]["idle"] < 1 for row in staged)
+    assert "--timeline: " in output.getvalue()
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     # What a reader sees is a part of it.
     assert output.getvalue().count("TP ") < len(rows)
@@ -96,6 +103,19 @@ def test_long_videos_weigh_gradients_afterwards_and_short_ones_keep_graphs(
     assert "the fastest exact schedule that fits" in text
 
 
+STAGED = ["--parallel.tensor_model_parallel_size=2", "--parallel.pipeline_model_parallel_size=4"]
+
+
+def test_a_configured_pipeline_is_planned_as_it_will_run():
+    text = planned(WAN, *STAGED, "--parallel.pipeline_waves_in_flight=2", count=64)
+    assert "on TP 2 x PP 4 x DP 8, as configured: " in text or "on TP 2 x PP 4 x DP 8, the" in text
+    assert "stages: 4 of 10 + 10 + 10 + 10 blocks, 2 waves in flight, waiting " in text
+    assert "warning: 2 trajectories are in flight on 4 pipeline stages, which wait for " in text
+    assert "warning" not in planned(WAN, *STAGED, count=64)
+    uneven = planned(WAN, *STAGED, "--parallel.pipeline_split=[7, 11, 11, 11]", count=64)
+    assert "stages: 4 of 7 + 11 + 11 + 11 blocks, 4 waves in flight" in uneven
+
+
 @pytest.mark.parametrize(
     ("preset", "size"),
     [("wan21_1.3b", "1.42 B"), ("wan22_a14b", "28.58 B"), ("wan22_5b", "5.00 B")],
@@ -124,6 +144,11 @@ def test_every_device_can_be_planned_for(gpu):
         (["--gpus=8", "--sampling.num_frames=80"], ["num_frames = 80", "77 or 81"]),
         (["--json=no/such.json"], ["--json", "its directory does not exist"]),
         (["--model.preset=wan_7b"], ["wan_7b", "wan21_14b"]),
+        (
+            [*STAGED, "--parallel.pipeline_split=[10, 10, 10, 9]"],
+            ["pipeline_split is [10, 10, 10, 9]", "adds up to 39", "[10, 10, 10, 10]"],
+        ),
+        (["--parallel.pipeline_model_parallel_size=41"], ["is 41", "valid values: 1 to 40"]),
         (["--grpo.jagg_window=0"], ["grpo.jagg_window = 0", "1 or more"]),
         (["--grpo.jagg_frac=1.5"], ["grpo.jagg_frac = 1.5", "between 0 and 1"]),
     ],

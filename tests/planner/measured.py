@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_leangrpo import platform
 from megatron_leangrpo.config import RunConfig
 from megatron_leangrpo.grpo.experiment import Experiment
 from megatron_leangrpo.grpo.memory import peak_allocated_bytes
@@ -139,7 +138,7 @@ def start(case: Case, prompts: str) -> tuple[Experiment, Workload]:
 def measure(case: Case, prompts: str, schedules: Sequence[str] = SCHEDULES) -> dict[str, Peak]:
     """Run an iteration under every schedule that takes the case, once to warm up."""
     experiment, work = start(case, prompts)
-    batch = batches_of(experiment.config)(platform.dp_size())
+    batch = batches_of(experiment.config)(case.ranks)
     peaks = {}
     for name in schedules:
         if name == "reweight" and case.micro_batch > 1:

@@ -43,7 +43,13 @@ def found(work: Workload, layouts, recompute: str = "none", **grpo) -> list[Cand
         kl_beta=0.01 if work.kl else 0.0,
         **grpo,
     )
-    return candidates(work, lambda dp: batch_of(config, dp), layouts, H100, recompute)
+    return candidates(
+        work,
+        lambda ranks: batch_of(config, ranks.data, waves_in_flight=ranks.pipeline),
+        layouts,
+        H100,
+        recompute,
+    )
 
 
 def pick(work: Workload, layouts, budget: float = H100.budget, **keywords) -> Choice:

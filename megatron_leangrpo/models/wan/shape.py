@@ -1,7 +1,7 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """The sizes of a Wan transformer in closed form."""
 
-from megatron_leangrpo.models.common.shape import Companions, TransformerShape
+from megatron_leangrpo.models.common.shape import Companions, Parameters, TransformerShape
 from megatron_leangrpo.models.wan.config import PATCH, SINUSOID_WIDTH, WanConfig
 
 PUBLISHED_COMPANIONS = Companions(
@@ -13,9 +13,12 @@ PUBLISHED_COMPANIONS = Companions(
 
 def wan_shape(config: WanConfig, video_tokens: int, text_tokens: int) -> TransformerShape:
     """Sizes at a number of video and text tokens."""
-    sharded, replicated = _parameters(config)
+    block, embedders, output = _parameters(config)
     return TransformerShape(
         blocks=(("cross", config.num_layers),),
+        block_parameters=(block,),
+        embedders=embedders,
+        output=output,
         hidden=config.hidden_size,
         ffn=config.ffn_hidden_size,
         heads=config.num_attention_heads,
@@ -24,19 +27,17 @@ def wan_shape(config: WanConfig, video_tokens: int, text_tokens: int) -> Transfo
         text_width=config.joint_attention_dim,
         in_channels=PATCH * config.in_channels,
         out_channels=PATCH * config.out_channels,
-        sharded_parameters=sharded,
-        replicated_parameters=replicated,
         experts=config.experts,
     )
 
 
 def count_parameters(config: WanConfig) -> int:
     """All parameters, those of both experts where there are two."""
-    return config.experts * sum(_parameters(config))
+    return wan_shape(config, 0, 0).parameters
 
 
-def _parameters(config: WanConfig) -> tuple[int, int]:
-    """Parameters that tensor parallelism divides, and those on every rank, of one expert."""
+def _parameters(config: WanConfig) -> tuple[Parameters, Parameters, Parameters]:
+    """Those of a block, of the embedders and of the output, of one expert."""
     hidden, ffn = config.hidden_size, config.ffn_hidden_size
     square = hidden * hidden
     # Column-parallel linears and the norms across heads have sharded vectors; the biases of
@@ -46,7 +47,7 @@ def _parameters(config: WanConfig) -> tuple[int, int]:
     mlp = hidden * ffn + ffn + ffn * hidden
     if config.image_dim:
         cross_attention += 2 * (square + hidden) + hidden
-    sharded = config.num_layers * (self_attention + cross_attention + mlp)
+    sharded = self_attention + cross_attention + mlp
 
     # Three row-parallel biases, the affine norm, and the modulation table.
     per_block = 3 * hidden + 2 * hidden + 6 * hidden
@@ -58,4 +59,5 @@ def _parameters(config: WanConfig) -> tuple[int, int]:
     if config.image_dim:
         width = config.image_dim
         image = 2 * width + (width + 1) * width + (width + 1) * hidden + 2 * hidden
-    return sharded, config.num_layers * per_block + time + text + patch_in + head + image
+    embedders = time + text + patch_in + image
+    return Parameters(sharded, per_block), Parameters(0, embedders), Parameters(0, head)
