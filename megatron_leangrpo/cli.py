@@ -73,7 +73,9 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--gpus", type=int, metavar="N", help="1 to 1024 (default: one node)")
     plan.add_argument("--json", metavar="FILE", help="write every schedule and layout as JSON")
     plan.add_argument(
-        "--timeline", metavar="FILE", help="draw the best layout with pipeline stages as PNG"
+        "--timeline",
+        metavar="FILE",
+        help="draw a layout with pipeline stages as PNG: the configured one, or else the fastest",
     )
 
     sample = _recipe_command(commands, "sample", _sample, "pictures from the base or a checkpoint")
