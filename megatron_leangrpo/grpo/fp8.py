@@ -34,12 +34,18 @@ def fp8_settings(config: RunConfig, needs_backend: bool = True) -> Fp8Settings |
             f"model.dtype = float64: fp8.recipe = {fp8.recipe} quantises bfloat16 or float32"
         )
     _check_backward(config)
-    if fp8.backend == "transformer_engine":
-        _check_transformer_engine(config)
-        if needs_backend:
-            from megatron_leangrpo.precision.transformer_engine import check_available
+    stages = config.parallel.pipeline_model_parallel_size
+    if settings.is_delayed and stages > 1:
+        # Scales are those of one transformer's tensors, reduced over all ranks and stored once.
+        raise ValueError(
+            f"fp8.recipe = delayed at parallel.pipeline_model_parallel_size = {stages}: stages "
+            "have scales of their own; valid: fp8.recipe = current, blockwise or mxfp8, or a size "
+            "of 1"
+        )
+    if fp8.backend == "transformer_engine" and needs_backend:
+        from megatron_leangrpo.precision.transformer_engine import check_available
 
-            check_available(settings)
+        check_available(settings, config.parallel.tensor_model_parallel_size)
     return settings
 
 
@@ -70,26 +76,10 @@ def _check_backward(config: RunConfig) -> None:
             "fp8.backward = quantized: delayed scaling has no scale for gradients before the first "
             "backward; valid: dequantized, or fp8.recipe = current, blockwise or mxfp8"
         )
-    if fp8.backend == "reference" and tp > 1:
+    if tp > 1:
         raise ValueError(
             f"fp8.backward = quantized at parallel.tensor_model_parallel_size = {tp}: only 1 is "
             "there; valid: dequantized"
-        )
-
-
-def _check_transformer_engine(config: RunConfig) -> None:
-    fp8, tp = config.fp8, config.parallel.tensor_model_parallel_size
-    if tp > 1:
-        raise ValueError(
-            f"fp8.backend = transformer_engine at parallel.tensor_model_parallel_size = {tp}: its "
-            "linears run on unsharded weights here; valid: tensor_model_parallel_size = 1, or "
-            "fp8.backend = reference"
-        )
-    if fp8.recipe == "delayed":
-        raise ValueError(
-            "fp8.recipe = delayed: transformer-engine changes its scales after every forward, and "
-            "the ratio would not be 1; valid with fp8.backend = transformer_engine: current, "
-            "blockwise, mxfp8"
         )
 
 

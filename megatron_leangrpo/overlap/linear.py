@@ -20,6 +20,7 @@ from megatron_leangrpo.overlap.engine import (
     products_reduce_scatter,
 )
 from megatron_leangrpo.overlap.plan import GATHER, SCATTER, LinearPlan
+from megatron_leangrpo.overlap.products import Product, sum_of_products
 from megatron_leangrpo.overlap.query_split import LaterRows
 
 
@@ -59,56 +60,43 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _sum_of_products(
-    inputs: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    total: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """All `x @ weight`, added into `total` if given."""
-    for x, weight in zip(inputs, weights):
-        total = x @ weight if total is None else total.addmm_(x, weight)
-    assert total is not None
-    return total
+def _transposed(weights: Sequence[torch.Tensor]) -> list[Product]:
+    return [Product(weight.t()) for weight in weights]
 
 
 def _reduce_scatter(
     inputs: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
+    products: Sequence[Product],
     slice_rows: int,
     plan: LinearPlan,
     later: LaterRows | None = None,
 ) -> torch.Tensor:
-    """Our `slice_rows` of the sum over ranks of all `x @ weight`, overlapped."""
-    reduction = Reduction(
-        inputs[0].shape[0],
-        slice_rows,
-        weights[0].shape[1],
-        inputs[0].dtype,
-        inputs[0].device,
-        plan.sum_dtype,
-    )
+    """Our `slice_rows` of the sum over ranks of all products, overlapped."""
+    features, dtype = len(products[0].weight), products[0].weight.dtype
+    rows, device = inputs[0].shape[0], inputs[0].device
+    reduction = Reduction(rows, slice_rows, features, dtype, device, plan.sum_dtype)
 
     def produce(start: int, stop: int, total: torch.Tensor | None) -> torch.Tensor:
         if later is not None:
             later.fill(start, stop)
-        return _sum_of_products([x[start:stop] for x in inputs], weights, total)
+        return sum_of_products([x[start:stop] for x in inputs], products, total)
 
     return products_reduce_scatter(reduction, produce, plan.exchange(SCATTER, inputs[0]))
 
 
 def _all_reduce(
     inputs: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
+    products: Sequence[Product],
     plan: LinearPlan,
     batch: int = 1,
     later: LaterRows | None = None,
 ) -> torch.Tensor:
-    """The sum over ranks of all `x @ weight`: an overlapped reduce-scatter, then a gather.
+    """The sum over ranks of all products: an overlapped reduce-scatter, then a gather.
 
     Slices are of whole tokens, which have `batch` rows.
     """
     rows = inputs[0].shape[0]
-    ours = _reduce_scatter(inputs, weights, -(-rows // batch // plan.size) * batch, plan, later)
+    ours = _reduce_scatter(inputs, products, -(-rows // batch // plan.size) * batch, plan, later)
     return collectives.all_gather(ours, plan.group).wait()[:rows]
 
 
@@ -120,7 +108,7 @@ class _ColumnParallel(torch.autograd.Function):
         ctx.plan, ctx.shape, ctx.biases = plan, x.shape, len(biases)
         rows = plan.packed(_rows(x))
         ctx.save_for_backward(rows if any(ctx.needs_input_grad[2 : 2 + count]) else None, *weights)
-        outputs = _column_outputs(rows, plan.multiplied(weights), biases, plan)
+        outputs = _column_outputs(rows, plan.products(weights), biases, plan)
         return tuple(out.view(-1, *x.shape[1:-1], out.shape[-1]) for out in outputs)
 
     @staticmethod
@@ -150,25 +138,22 @@ class _ColumnParallel(torch.autograd.Function):
 
 def _column_outputs(
     rows: torch.Tensor,
-    weights: Sequence[torch.Tensor],
+    products: Sequence[Product],
     biases: Sequence[torch.Tensor | None],
     plan: LinearPlan,
 ) -> list[torch.Tensor]:
     if plan.flash is None or not plan.shards_tokens:
         if plan.shards_tokens:
             rows = collectives.all_gather(rows, plan.group).wait()
-        rows = plan.unpacked(rows, weights[0])
-        return [F.linear(rows, weight, bias) for weight, bias in zip(weights, biases)]
-    outputs = [weight.new_empty(plan.size * rows.shape[0], len(weight)) for weight in weights]
+        rows = products[0].rows(rows)
+        return [product(rows, bias) for product, bias in zip(products, biases)]
+    weights, count = [product.weight for product in products], plan.size * rows.shape[0]
+    outputs = [weight.new_empty(count, len(weight)) for weight in weights]
 
     def consume(start: int, part: torch.Tensor) -> None:
-        part = plan.unpacked(part, weights[0])
-        for weight, bias, out in zip(weights, biases, outputs):
-            target = out[start : start + len(part)]
-            if bias is None:
-                torch.mm(part, weight.t(), out=target)
-            else:
-                torch.addmm(bias, part, weight.t(), out=target)
+        stop, part = start + len(part), products[0].rows(part)
+        for product, bias, out in zip(products, biases, outputs):
+            product(part, bias, out=out[start:stop])
 
     all_gather_products(rows, consume, plan.exchange(GATHER, rows))
     return outputs
@@ -182,14 +167,15 @@ def _column_input_grad(
     `beside` says that there are such products; without them flash cuts this one.
     """
     reduces = plan.size > 1 and (plan.shards_tokens or plan.reduces_input_grad)
+    products = _transposed(weights)
     if reduces and plan.flash is not None and not beside:
         if plan.shards_tokens:
             ours = grads[0].shape[0] // plan.size
-            done = _reduce_scatter(grads, weights, ours, plan)
+            done = _reduce_scatter(grads, products, ours, plan)
         else:
-            done = _all_reduce(grads, weights, plan)
+            done = _all_reduce(grads, products, plan)
         return lambda: done
-    partial = _sum_of_products(grads, weights)
+    partial = sum_of_products(grads, products)
     if not reduces:
         return lambda: partial
     if plan.shards_tokens:
@@ -216,9 +202,7 @@ class _RowParallel(torch.autograd.Function):
         trained = ctx.needs_input_grad[3 + count :]
         kept = [x if needed else None for x, needed in zip(inputs, trained)]
         ctx.save_for_backward(*kept, *weights)
-        inputs = [plan.unpacked(x, w, n) for n, (x, w) in enumerate(zip(inputs, weights))]
-        factors = [weight.t() for weight in plan.multiplied(weights)]
-        out = _row_output(inputs, factors, ctx.shapes[0], plan, later)
+        out = _row_output(inputs, plan.products(weights), ctx.shapes[0], plan, later)
         if bias is not None:
             out = out.add_(bias)
         return out.view(-1, *ctx.shapes[0][1:-1], out.shape[-1])
@@ -244,7 +228,7 @@ class _RowParallel(torch.autograd.Function):
 
 def _row_output(
     inputs: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
+    products: Sequence[Product],
     shape: torch.Size,
     plan: LinearPlan,
     later: LaterRows | None,
@@ -253,13 +237,13 @@ def _row_output(
     slice_rows = -(-shape[0] // plan.size) * batch
     if plan.flash is not None and plan.size > 1:
         if plan.shards_tokens:
-            return _reduce_scatter(inputs, weights, slice_rows, plan, later)
-        return _all_reduce(inputs, weights, plan, batch, later)
+            return _reduce_scatter(inputs, products, slice_rows, plan, later)
+        return _all_reduce(inputs, products, plan, batch, later)
     if later is not None:
         later.fill(0, inputs[0].shape[0])
+    partial = sum_of_products(inputs, products)
     if plan.size == 1:
-        return _sum_of_products(inputs, weights)
-    partial = _sum_of_products(inputs, weights)
+        return partial
     if not plan.shards_tokens:
         return collectives.all_reduce(partial, plan.group).wait()
     missing = slice_rows * plan.size - partial.shape[0]

@@ -3,7 +3,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,29 +11,12 @@ from megatron_leangrpo import platform
 from megatron_leangrpo.overlap.choice import LayerShape, calibration_of_all_ranks, choose
 from megatron_leangrpo.overlap.cost_model import Flash
 from megatron_leangrpo.overlap.engine import Exchange
+from megatron_leangrpo.overlap.products import Operands, Product
 from megatron_leangrpo.overlap.transport import transport_of
 from megatron_leangrpo.overlap.weight_grad import WeightGradient
 
 GATHER, SCATTER = "gather", "scatter"
 _TO_AUTOGRAD = WeightGradient()
-
-
-class Operands(Protocol):
-    """What travels, is kept and is multiplied in place of an input and a weight (FP8)."""
-
-    def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """`x @ weight.t() + bias` where there is one rank."""
-
-    def pack(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows as bytes `[rows, n]`, to be sent and kept."""
-
-    def unpack(self, packed: torch.Tensor, features: int, dtype: torch.dtype) -> torch.Tensor:
-        """The rows `[rows, features]` to multiply."""
-
-    def weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight to multiply."""
 
 
 @dataclass(frozen=True)
@@ -78,16 +60,21 @@ class LinearPlan:
         return self.operands[position].pack(rows) if self.operands else rows
 
     def unpacked(self, rows: torch.Tensor, weight: torch.Tensor, position: int = 0) -> torch.Tensor:
-        """An input as it is multiplied with `weight` `[out, features]`."""
+        """An input of `weight` `[out, features]` as gradients are multiplied with it."""
         if not self.operands:
             return rows
-        return self.operands[position].unpack(rows, weight.shape[1], weight.dtype)
+        return self.operands[position].unpack(rows, weight.shape[1]).dequantise(weight.dtype)
 
     def multiplied(self, weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The weights as they are multiplied."""
+        """The weights as gradients are multiplied with them."""
         if not self.operands:
             return weights
         return [operand.weight(weight) for operand, weight in zip(self.operands, weights)]
+
+    def products(self, weights: Sequence[torch.Tensor]) -> list[Product]:
+        """What a forward multiplies inputs with, as they travel."""
+        operands = self.operands or [None] * len(weights)
+        return [Product.of(weight, operand) for weight, operand in zip(weights, operands)]
 
     @property
     def size(self) -> int:

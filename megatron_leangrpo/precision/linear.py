@@ -34,7 +34,8 @@ class _Fp8Linear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, operands: ReferenceOperands):
         rows = x.reshape(-1, x.shape[-1])
         quantised = operands.input(rows)
-        out = F.linear(quantised.dequantise(x.dtype), operands.weight(weight), bias)
+        multiply = operands.product or F.linear
+        out = multiply(operands.rows(quantised, x.dtype), operands.factor(weight), bias)
         ctx.operands, ctx.shape = operands, x.shape
         settings, saved = operands.settings, quantised
         if settings.quantises_gradients:

@@ -5,7 +5,9 @@ The reference backend multiplies dequantised operands in the model's dtype. Only
 a GPU: these multiply the codes, sum in float32 and apply the scales to the sum.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,8 @@ class ReferenceOperands:
     input_slot: int = 0
     group: dist.ProcessGroup | None = None
     """Ranks that each have a part of the input's rows: one scale for all of them."""
+    product: ClassVar[Callable[..., torch.Tensor] | None] = None
+    """`product(rows, factor, bias, out, total)` of kernels; None: those are torch's tensors."""
 
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -48,12 +52,20 @@ class ReferenceOperands:
         return quantise(rows, dtype, settings.vectors(), scale)
 
     def weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """The dequantised weight."""
+        """The dequantised weight, of which backwards are made."""
         settings, scale = self.settings, None
         if self.scales is not None:
             scale = self.scales.scale_of(self.slot, weight)
         quantised = quantise(weight, settings.forward_dtype, settings.weights(), scale)
         return quantised.dequantise(weight.dtype)
+
+    def factor(self, weight: torch.Tensor) -> Any:
+        """The weight as `product` takes it."""
+        return self.weight(weight)
+
+    def rows(self, quantised: Quantised, dtype: torch.dtype) -> Any:
+        """An input as `product` takes it."""
+        return quantised.dequantise(dtype)
 
     def pack(self, rows: torch.Tensor) -> torch.Tensor:
         """The quantised input as one message: bytes `[rows, features + scales]`.
@@ -65,11 +77,11 @@ class ReferenceOperands:
         scales = scales.expand(rows.shape[0], -1).contiguous().view(torch.uint8)
         return torch.cat((codes, scales), dim=1)
 
-    def unpack(self, packed: torch.Tensor, features: int, dtype: torch.dtype) -> torch.Tensor:
-        """The dequantised input `[rows, features]` of bytes that any rank has packed."""
+    def unpack(self, packed: torch.Tensor, features: int) -> Quantised:
+        """The quantised input `[rows, features]` of bytes that any rank has packed."""
         settings, blocks = self.settings, self.settings.vectors()
         codes = packed[:, :features].contiguous().view(settings.forward_dtype)
         scales = packed[:, features:].contiguous()
         if not blocks.e8m0:
             scales = scales.view(torch.float32)
-        return Quantised(codes, scales, blocks.by_row()).dequantise(dtype)
+        return Quantised(codes, scales, blocks.by_row())

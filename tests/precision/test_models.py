@@ -34,6 +34,7 @@ from tests.models.flux_parity import (
     worst,
     wrap_data_parallel,
 )
+from tests.precision.stand_in import transformer_engine
 
 # Heads and features whose shards divide by MXFP8's 32 numbers: blocks are those of one rank.
 SIZES = {"hidden_size": 128, "axes_dims_rope": (8, 12, 12)}
@@ -67,6 +68,17 @@ def test_token_linears_of_the_blocks_are_in(alone):
     expected = ("self_attn.linear_qkv", "self_attn.linear_proj", "cross_attn.linear_q")
     expected += ("cross_attn.linear_proj", "ffn.linear_fc1", "ffn.linear_fc2")
     assert names_of(wan) == {f"blocks.0.{name}" for name in expected}
+
+
+def test_kernels_need_features_that_are_multiples_of_theirs(alone):
+    model = FLUX.build(small_config(**SIZES))
+    with transformer_engine():
+        use_fp8(model, Fp8Settings("mxfp8", backend="transformer_engine"))
+        kernels = [getattr(linear, "fp8", None) for linear in fp8_linears(model, 0)]
+        assert all(type(one).__name__ == "TransformerEngineOperands" for one in kernels)
+        model = FLUX.build(small_config(hidden_size=80, axes_dims_rope=(4, 8, 8)))
+        with pytest.raises(ValueError, match=r"must be multiples of 32; valid: fp8\.recipe"):
+            use_fp8(model, Fp8Settings("mxfp8", backend="transformer_engine"))
 
 
 def _run(ranks: int, cases: list[tuple[str, str, str]]) -> dict:

@@ -141,7 +141,13 @@ def test_scales_survive_a_checkpoint_and_the_run_goes_on_bit_for_bit(tmp_path: P
     ("sections", "message"),
     [
         ({"fp8": {"recipe": "current"}}, "transformer-engine is not installed; valid here"),
-        ({"fp8": {"recipe": "delayed"}}, "valid with fp8.backend = transformer_engine: current"),
+        (
+            {
+                "fp8": {"recipe": "delayed"},
+                "parallel": {"tensor_model_parallel_size": 2},
+            },
+            "transformer-engine is not installed; valid here",
+        ),
         ({"fp8": reference("delayed", backward="quantized")}, "valid: dequantized, or fp8.recipe"),
         (
             {
@@ -151,8 +157,8 @@ def test_scales_survive_a_checkpoint_and_the_run_goes_on_bit_for_bit(tmp_path: P
             "parallel.tensor_model_parallel_size = 2: only 1",
         ),
         (
-            {"fp8": {"recipe": "current"}, "parallel": {"tensor_model_parallel_size": 2}},
-            "valid: tensor_model_parallel_size = 1, or fp8.backend = reference",
+            {"fp8": reference("delayed"), "parallel": {"pipeline_model_parallel_size": 2}},
+            "valid: fp8.recipe = current, blockwise or mxfp8, or a size of 1",
         ),
         ({"fp8": reference("current"), "model": {"dtype": "float64"}}, "bfloat16 or float32"),
         ({"fp8": reference("delayed", amax_history_len=0)}, "amax_history_len = 0 must be 1"),

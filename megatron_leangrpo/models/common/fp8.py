@@ -25,19 +25,13 @@ def use_fp8(transformer: torch.nn.Module, settings: Fp8Settings) -> None:
     where no block is left or the backend is not here.
     """
     linears = fp8_linears(transformer, settings.first_last_blocks_bf16)
-    if settings.backend == "transformer_engine":
-        from megatron_leangrpo.precision.transformer_engine import TransformerEngineOperands
-
-        for linear in linears:
-            for attribute in _attributes(linear):
-                setattr(linear, attribute, TransformerEngineOperands(settings))
-        return
+    operands_of = _operands_of(settings, linears)
     slots = 0
     shared = None
     for linear in linears:
         shares = isinstance(linear, ColumnParallelLinear) and linear.shares_input
         for attribute in _attributes(linear):
-            operands = ReferenceOperands(settings, group=_ranks_of_input(linear))
+            operands = operands_of(settings, group=_ranks_of_input(linear))
             if shares and shared is not None:
                 operands.input_slot, operands.slot = shared, slots
             else:
@@ -51,6 +45,26 @@ def use_fp8(transformer: torch.nn.Module, settings: Fp8Settings) -> None:
         for linear in linears:
             for attribute in _attributes(linear):
                 getattr(linear, attribute).scales = transformer.fp8_scales
+
+
+def _operands_of(settings: Fp8Settings, linears: list[Linear]) -> type[ReferenceOperands]:
+    """What multiplies on the backend; ``ValueError`` for weights that its kernels do not take."""
+    if settings.backend == "reference":
+        return ReferenceOperands
+    from megatron_leangrpo.precision.transformer_engine import TransformerEngineOperands
+
+    for linear in linears:
+        for name, weight in linear.named_parameters(recurse=False):
+            if weight.dim() == 2 and any(size % settings.alignment for size in weight.shape):
+                raise ValueError(
+                    f"fp8.recipe = {settings.recipe} with fp8.backend = transformer_engine: a "
+                    f"rank's {name} of a {type(linear).__name__} has the shape "
+                    f"{tuple(weight.shape)}, of which both sizes must be multiples of "
+                    f"{settings.alignment}; valid: fp8.recipe = current or blockwise where 16 "
+                    "divides them, a smaller parallel.tensor_model_parallel_size, or "
+                    "fp8.backend = reference"
+                )
+    return TransformerEngineOperands
 
 
 def _attributes(linear: Linear) -> tuple[str, ...]:
