@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_leangrpo.models.flux.config import PRESETS
 from megatron_leangrpo.models.wan.config import PRESETS as WAN_PRESETS
@@ -16,9 +15,7 @@ PRESETS["flux_of_four"] = lambda **o: tiny.flux_smallest(
     **{"num_double_blocks": 2, "num_single_blocks": 2, **o}
 )
 WAN_PRESETS["wan_of_four"] = lambda **o: tiny.wan_smallest(**{"num_layers": 4, **o})
-WAN_PRESETS["wan_experts_of_four"] = lambda **o: tiny.wan_smallest_experts(
-    **{"num_layers": 4, **o}
-)
+WAN_PRESETS["wan_experts_of_four"] = lambda **o: tiny.wan_smallest_experts(**{"num_layers": 4, **o})
 SCHEDULES = ("replay", "retain", "reweight", "jagg")
 
 FLUX: dict[str, dict[str, Any]] = {"model": {"preset": "flux_of_four"}}
@@ -48,12 +45,19 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def gradients(prompts: str, case: str, schedules: tuple[str, ...], **parallel: Any) -> list:
-    """This rank's gradients and metrics of the first iteration under each schedule."""
+def gradients(
+    prompts: str, case: str, schedules: tuple[str, ...] = SCHEDULES, **layout: Any
+) -> list[tuple[tiny.Tensors, dict[str, float]]]:
+    """The full gradient and the metrics of the first iteration under each schedule.
+
+    `layout` are settings of `parallel`, of which `overlap` and `optimizer` are sections apart.
+    """
+    apart = {name: layout.pop(name) for name in ("overlap", "optimizer") if name in layout}
     sections = tiny.merged(
         {"model": {"dtype": "float64"}, "grpo": {"jagg_window": 3, "jagg_frac": 1.0}},
         CASES[case],
-        {"grpo": {"micro_batch_size": 1}, "parallel": parallel},
+        {"grpo": {"micro_batch_size": 1}, "parallel": layout},
+        apart,
     )
     experiment = tiny.start(tiny.tiny_config(prompts, **sections))
     if experiment.reference is not None and "lora" not in sections:
@@ -64,10 +68,12 @@ def gradients(prompts: str, case: str, schedules: tuple[str, ...], **parallel: A
         # jagg has scores from its second iteration on.
         for _ in range(2 if schedule == "jagg" else 1):
             metrics = runner.run(0, experiment.sampler.batch(0)).metrics
-        named = experiment.policy.model.named_parameters()
-        found = {n: p.main_grad.clone() for n, p in named if p.requires_grad}
-        results.append((found, metrics))
+        results.append((experiment.architecture.export_gradients(experiment.model), metrics))
     return results
+
+
+def several(prompts: str, runs: list[tuple[str, dict[str, Any]]], schedules: tuple[str, ...]):
+    return [gradients(prompts, case, schedules, **layout) for case, layout in runs]
 
 
 @pytest.fixture(scope="module")
@@ -81,27 +87,88 @@ def whole(run_ranks, prompts):
 
     def of(case: str) -> list:
         if case not in known:
-            (known[case],) = run_ranks(1, gradients, prompts, case, SCHEDULES)
+            (known[case],) = run_ranks(1, gradients, prompts, case)
         return known[case]
 
     return of
 
 
-def check(stages: list, expected: list) -> None:
-    for n, (gradient, metrics) in enumerate(expected):
-        found: dict[str, torch.Tensor] = {}
-        for stage in stages:
-            own, own_metrics = stage[n]
-            assert not found.keys() & own.keys()
-            found.update(own)
-            for name, value in metrics.items():
-                if not name.startswith("time_"):
-                    assert own_metrics[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
-        # Sums over steps and samples in another order.
-        assert tiny.worst(found, gradient)[0] <= 1e-11, (SCHEDULES[n], tiny.worst(found, gradient))
+def check(found: list, expected: list, schedules: tuple[str, ...] = SCHEDULES) -> None:
+    by_schedule = dict(zip(SCHEDULES, expected))
+    for schedule, (gradient, metrics) in zip(schedules, found, strict=True):
+        expected_gradient, expected_metrics = by_schedule[schedule]
+        # Sums over steps, samples and ranks in another order.
+        worst = tiny.worst(gradient, expected_gradient)
+        assert worst[0] <= 1e-11, (schedule, worst)
+        assert metrics["ratio_min"] == metrics["ratio_max"] == 1.0
+        for name, value in expected_metrics.items():
+            if not name.startswith("time_"):
+                assert metrics[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_stages_give_the_gradient_of_one_rank(run_ranks, prompts, whole, case):
-    stages = run_ranks(2, gradients, prompts, case, SCHEDULES, pipeline_model_parallel_size=2)
-    check(stages, whole(case))
+    for found in run_ranks(2, gradients, prompts, case, pipeline_model_parallel_size=2):
+        check(found, whole(case))
+
+
+CUTS = {2: [[1, 3], [3, 1]], 3: [[1, 1, 2], [1, 2, 1], [2, 1, 1]], 4: [[1, 1, 1, 1]]}
+
+
+@pytest.mark.parametrize("stages", CUTS)
+def test_blocks_may_be_cut_anywhere(run_ranks, prompts, whole, stages):
+    schedules = ("replay", "reweight")
+    runs = [
+        (case, {"pipeline_model_parallel_size": stages, "pipeline_split": split})
+        for case in ("flux", "videos, guided in one batch")
+        for split in CUTS[stages]
+    ]
+    for rank in run_ranks(stages, several, prompts, runs, schedules):
+        for (case, _), found in zip(runs, rank, strict=True):
+            check(found, whole(case), schedules)
+
+
+EARLY = {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
+# World size, case, settings.
+LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "tp 2 x pp 2, flash": (
+        4,
+        "flux",
+        {"tensor_model_parallel_size": 2, "overlap": {"mode": "flash"}},
+    ),
+    "pp 2 x dp 2, gradients summed early": (4, "flux", {"optimizer": EARLY}),
+    "cp 2 x pp 2, flash": (
+        4,
+        "videos, guided in one batch",
+        {"context_parallel_size": 2, "overlap": {"mode": "flash"}},
+    ),
+    "more waves than stages": (2, "flux", {"pipeline_waves_in_flight": 8}),
+    "fewer waves than stages": (2, "flux", {"pipeline_waves_in_flight": 1}),
+    "tp 2 x pp 2 x dp 2, bulk": (
+        8,
+        "flux, KL, clipped advantages",
+        {"tensor_model_parallel_size": 2, "overlap": {"mode": "bulk"}, "optimizer": EARLY},
+    ),
+    "tp 2 x pp 2 x dp 2, flash, LoRA": (
+        8,
+        "flux, LoRA, KL",
+        {"tensor_model_parallel_size": 2, "overlap": {"mode": "flash"}},
+    ),
+    "tp 2 x cp 2 x pp 2": (
+        8,
+        "videos by two experts, guided in two forwards, KL",
+        {"tensor_model_parallel_size": 2, "context_parallel_size": 2},
+    ),
+}
+EIGHT_RANKS = [
+    pytest.param(name, marks=pytest.mark.slow if layout[0] == 8 else ())
+    for name, layout in LAYOUTS.items()
+]
+
+
+@pytest.mark.parametrize("layout", EIGHT_RANKS)
+def test_stages_go_with_every_other_kind_of_parallelism(run_ranks, prompts, whole, layout):
+    ranks, case, settings = LAYOUTS[layout]
+    settings = {"pipeline_model_parallel_size": 2, **settings}
+    for found in run_ranks(ranks, gradients, prompts, case, **settings):
+        check(found, whole(case))
