@@ -1,6 +1,7 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """Which transformer a run trains: the architecture of its base or preset, and its weights."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
@@ -25,6 +26,7 @@ from megatron_leangrpo.models.common.config import TransformerSettings
 from megatron_leangrpo.models.common.weights import (
     Rule,
     check_names,
+    full_shape,
     full_tensors,
     gradient_of,
     initialise,
@@ -133,7 +135,7 @@ class Architecture:
     @cached_property
     def on_meta(self) -> torch.nn.Module:
         """A rank's share of all blocks without memory, of the layout this process is in."""
-        return self._whole_on_meta()
+        return self._on_meta(Stage.whole(self.config.num_blocks))
 
     def adapter_rules(self) -> Sequence[Rule]:
         """The table of the adapters of all pipeline stages."""
@@ -142,22 +144,23 @@ class Architecture:
         assert self.adaptation is not None
         return adapter_rules(self._adapted_on_meta(self.adaptation))
 
-    def _adapted_on_meta(self, adaptation: Adaptation) -> torch.nn.Module:
+    def _adapted_on_meta(
+        self, adaptation: Adaptation, stage: Stage | None = None
+    ) -> torch.nn.Module:
         from megatron_leangrpo.models.common.lora import attach_adapters
 
-        model = self._whole_on_meta()
+        model = self._on_meta(stage or Stage.whole(self.config.num_blocks))
         with torch.device("meta"):
             attach_adapters(model, self.weight_rules, adaptation.projections)
         return model
 
-    def _whole_on_meta(self) -> torch.nn.Module:
+    def _on_meta(self, stage: Stage) -> torch.nn.Module:
         with torch.device("meta"):
             layout = {
                 "tensor_model_parallel_size": platform.tp_size(),
                 "context_parallel_size": platform.group_size(platform.cp_group()),
             }
-            whole = Stage.whole(self.config.num_blocks)
-            return self._build(replace(self.config, **layout), whole)
+            return self._build(replace(self.config, **layout), stage)
 
     def _build(self, settings: TransformerSettings, stage: Stage | None = None) -> torch.nn.Module:
         """The policy's model: a transformer, or both experts."""
@@ -166,12 +169,25 @@ class Architecture:
             return transformers[0]
         return Experts(*transformers, settings.expert_boundary, self.expert_offload)
 
-    def count_parameters(self, tensor_parallel: int = 1) -> int:
-        """Parameters of one of `tensor_parallel` ranks; of the whole transformer for 1."""
-        return sum(
-            p.numel() if shard_dim(p) is None else p.numel() * platform.tp_size() // tensor_parallel
-            for p in self.on_meta.parameters()
-        )
+    def count_parameters(self) -> int:
+        """Parameters of the whole transformer."""
+        return sum(math.prod(full_shape(p)) for p in self.on_meta.parameters())
+
+    def rank_parameters(self, tensor_parallel: int) -> tuple[int, int]:
+        """Weights of a rank and how many numbers it trains, on the stage that has the most."""
+        adaptation, counts = self.adaptation, []
+        for number in range(self.config.pipeline_model_parallel_size):
+            stage = self.config.stage(number)
+            weights = trained = sum(
+                math.prod(full_shape(p)) // (1 if shard_dim(p) is None else tensor_parallel)
+                for p in self._on_meta(stage).parameters()
+            )
+            if adaptation is not None:
+                adapted = self._adapted_on_meta(adaptation, stage).parameters()
+                numbers = sum(math.prod(full_shape(p)) for p in adapted if p.requires_grad)
+                trained = -(-numbers // tensor_parallel)
+            counts.append((weights, trained))
+        return max(counts)
 
     @property
     def weight_rules(self) -> Sequence[Rule]:

@@ -183,16 +183,16 @@ def _why_nothing_is_left_out(config: RunConfig) -> str:
 def rank_bytes(config: RunConfig, architecture: Architecture, dp_size: int) -> RankBytes:
     """Bytes of weights, gradients and their followers on one rank, before activations."""
     tp = config.parallel.tensor_model_parallel_size
-    count, adaptation = architecture.count_parameters(tp), architecture.adaptation
+    count, trained = architecture.rank_parameters(tp)
+    adapted = is_adapted(config.lora)
     width = architecture.config.params_dtype.itemsize
     wide = max(width, 4)
     weights = count * width
     if config.model.expert_offload:
         weights //= architecture.config.experts
-    trained, state = count, 2 * wide
-    if adaptation is not None:
+    state = 2 * wide
+    if adapted:
         # Adapters are float32 or wider; the base below them is the reference of a KL term.
-        trained = -(-adaptation.num_parameters // tp)
         weights += trained * wide
     elif width < 4:
         # A float32 copy of the weights.
@@ -203,7 +203,7 @@ def rank_bytes(config: RunConfig, architecture: Architecture, dp_size: int) -> R
         gradients=trained * wide,
         optimizer=trained * state // share,
         average=trained * wide if config.optimizer.ema_decay > 0 else 0,
-        reference=count * width if config.grpo.kl_beta > 0 and adaptation is None else 0,
+        reference=count * width if config.grpo.kl_beta > 0 and not adapted else 0,
     )
 
 

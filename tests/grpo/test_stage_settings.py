@@ -1,0 +1,84 @@
+# Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
+"""What a run's settings say of pipeline stages: their blocks, their sizes, what they train."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_leangrpo.config_reader import read_config, read_recipe, write_config
+from megatron_leangrpo.grpo.architecture import resolve_architecture
+from megatron_leangrpo.grpo.dry_run import check_run, rank_bytes
+from tests.grpo import tiny
+
+
+def _config(tmp_path, **sections):
+    layer = {"model": {"preset": "flux_tiny"}, **sections}
+    return tiny.tiny_config(tiny.write_prompts(tmp_path), **layer)
+
+
+@pytest.mark.usefixtures("single_process")
+@pytest.mark.parametrize("split", [None, [1, 3], "memory"])
+def test_a_ranks_bytes_are_those_of_the_largest_stage(tmp_path, split):
+    parallel = {"pipeline_model_parallel_size": 2, "pipeline_split": split}
+    config = _config(tmp_path, parallel=parallel)
+    architecture = resolve_architecture(config)
+    with torch.device("meta"):
+        stages = [
+            architecture.family.build(architecture.config, architecture.config.stage(n))
+            for n in range(2)
+        ]
+    counts = [sum(p.numel() for p in stage.parameters()) for stage in stages]
+    assert sum(counts) == architecture.count_parameters()
+    assert architecture.rank_parameters(1) == (max(counts), max(counts))
+    assert architecture.rank_parameters(2)[0] < max(counts)
+    assert rank_bytes(config, architecture, 1).weights == 4 * max(counts)
+
+
+@pytest.mark.usefixtures("single_process")
+def test_adapters_of_a_stage_are_counted_and_every_stage_has_one(tmp_path):
+    parallel = {"pipeline_model_parallel_size": 2, "pipeline_split": [1, 3]}
+    lora = {"rank": 2, "targets": ["attn.to_q", "proj_out"]}
+    architecture = resolve_architecture(_config(tmp_path, parallel=parallel, lora=lora))
+    # A projection of the first block against two in each of the three others.
+    inputs, outputs = 96 + 96, 96 + 96 + 5 * 96 + 96
+    assert architecture.rank_parameters(1)[1] == 3 * 2 * outputs > 2 * inputs
+    assert architecture.adaptation.num_parameters == 2 * inputs + 3 * 2 * outputs
+    assert len(architecture.adapter_rules()) == 2 * (1 + 3 * 2)
+
+    lora["targets"] = ["add_q_proj"]
+    architecture = resolve_architecture(_config(tmp_path, parallel=parallel, lora=lora))
+    with pytest.raises(ValueError, match=r"blocks 1 to 3 is adapted, which are stage 2 of para"):
+        architecture.adaptation  # noqa: B018 (a cached property)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "message"),
+    [
+        ({"pipeline_model_parallel_size": 8}, 8, "transformer has 4 blocks .* values: 1 to 4$"),
+        (
+            {"pipeline_model_parallel_size": 2, "pipeline_split": [3, 3]},
+            2,
+            r"parallel\.pipeline_split is \[3, 3\], which adds up to 6, .* 4 blocks; .*\[2, 2\]$",
+        ),
+        (
+            {"pipeline_model_parallel_size": 3, "tensor_model_parallel_size": 2},
+            8,
+            r"parallel\.pipeline_model_parallel_size is 3, which does not divide the 8 processes "
+            r"of this run / parallel\.tensor_model_parallel_size = 4; valid values: 1, 2, 4$",
+        ),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(tmp_path, parallel, world, message):
+    with pytest.raises(ValueError, match=message):
+        check_run(_config(tmp_path, parallel=parallel), world)
+
+
+@pytest.mark.parametrize(("given", "split"), [("[1,3]", [1, 3]), ("memory", "memory")])
+def test_a_split_is_read_and_written(tmp_path, given, split):
+    recipe = tiny.write_recipe(_config(tmp_path), tmp_path)
+    options = [f"--parallel.pipeline_split={given}", "--parallel.pipeline_model_parallel_size=2"]
+    config = read_config(read_recipe(recipe), options)
+    assert config.parallel.pipeline_split == split
+    (tmp_path / "again.yaml").write_text(write_config(config), encoding="utf-8")
+    assert read_config(read_recipe(str(tmp_path / "again.yaml")), []).parallel == config.parallel
