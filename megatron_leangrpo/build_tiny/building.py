@@ -1,16 +1,79 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""What building an embedded base takes, whatever its family: progress, seeds and the folder."""
+"""Builds an embedded base, whatever its family: parts, two training phases, and the folder."""
 
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
+from megatron_leangrpo.build_tiny import flow_matching, vae
 from megatron_leangrpo.build_tiny.rendering import TinyTask
+
+
+class Corpus(Protocol):
+    """What a transformer is trained on: normalised latents [n, ...], and the prompt of each."""
+
+    latents: Tensor
+    prompt_index: Tensor
+    velocity: flow_matching.Velocity
+
+
+@dataclass(frozen=True)
+class TinyFamily:
+    """What the bases of a family are made of."""
+
+    tasks: dict[str, Callable[[], TinyTask]]
+    make_pipeline: Callable[[int], Any]
+    """Of a seed: the diffusers pipeline with untrained parts."""
+    make_corpus: Callable[[Any, TinyTask, int, int], Corpus]
+    """Of (pipeline, task, size, seed): encoded once; sets the VAE's normalisation."""
+    vae_batch: int
+    batch: int
+    readme: str
+    """With the places {task} and {prompt}."""
+
+
+def build(
+    family: TinyFamily,
+    output: str | Path,
+    task: str,
+    seed: int,
+    vae_steps: int | None,
+    transformer_steps: int | None,
+    corpus_size: int,
+) -> Path:
+    """Train and save a pipeline folder in bf16; given step counts replace the task's."""
+    if task not in family.tasks:
+        raise ValueError(f"--task {task}: unknown; valid: {', '.join(family.tasks)}")
+    output = Path(output)
+    check_output(output)
+    tiny = family.tasks[task]()
+    vae_steps = tiny.vae_steps if vae_steps is None else vae_steps
+    transformer_steps = tiny.transformer_steps if transformer_steps is None else transformer_steps
+    pipeline = family.make_pipeline(seed)
+    with phase("autoencoder", vae_steps) as on_step:
+        vae.train_vae(pipeline.vae, tiny, vae_steps, seed, on_step, family.vae_batch)
+    corpus = family.make_corpus(pipeline, tiny, corpus_size, seed)
+    with phase("transformer", transformer_steps) as on_step:
+        trained = flow_matching.train(
+            pipeline.transformer,
+            corpus.velocity,
+            corpus.latents,
+            corpus.prompt_index,
+            transformer_steps,
+            family.batch,
+            seed,
+            on_step,
+        )
+    pipeline.register_modules(transformer=trained)
+    save(pipeline, tiny, family.readme.format(task=tiny.name, prompt=tiny.prompts[-1]), output)
+    return output
 
 
 @contextmanager

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
-from megatron_leangrpo.build_tiny.building import check_output, phase, save, seeded
+from megatron_leangrpo.build_tiny import text, transformer, vae
+from megatron_leangrpo.build_tiny.building import TinyFamily, build, seeded
 from megatron_leangrpo.build_tiny.rendering import TASKS, TinyTask
+from megatron_leangrpo.build_tiny.transformer import Corpus
 from megatron_leangrpo.codecs.packing import pack_latents
 
 CORPUS_SIZE = 8192
@@ -36,41 +38,11 @@ def build_tiny_flux(
 
     The folder must not exist or be empty.
     """
-    from megatron_leangrpo.build_tiny import flow_matching, text, transformer, vae
-
-    if task not in TASKS:
-        raise ValueError(f"--task {task}: unknown; valid are {', '.join(TASKS)}")
-    output = Path(output)
-    check_output(output)
-    tiny = TASKS[task]()
-    vae_steps = tiny.vae_steps if vae_steps is None else vae_steps
-    transformer_steps = tiny.transformer_steps if transformer_steps is None else transformer_steps
-    tokenizer, tokenizer_2 = text.make_clip_tokenizer(), text.make_t5_tokenizer()
-    clip = seeded(seed, text.make_clip_encoder, tokenizer)
-    t5 = seeded(seed, text.make_t5_encoder, tokenizer_2)
-    codec = seeded(seed, vae.make_vae)
-    model = seeded(seed, transformer.make_transformer, text.TEXT_DIM)
-    with phase("autoencoder", vae_steps) as on_step:
-        vae.train_vae(codec, tiny, vae_steps, seed, on_step)
-    pipeline = _assemble(codec, clip, tokenizer, t5, tokenizer_2, model)
-    corpus = _make_corpus(pipeline, tiny, corpus_size, seed)
-    with phase("transformer", transformer_steps) as on_step:
-        trained = flow_matching.train(
-            model,
-            corpus.velocity,
-            corpus.latents,
-            corpus.prompt_index,
-            transformer_steps,
-            transformer.BATCH,
-            seed,
-            on_step,
-        )
-    pipeline.register_modules(transformer=trained)
-    save(pipeline, tiny, README.format(task=tiny.name, prompt=tiny.prompts[-1]), output)
-    return output
+    family = TinyFamily(TASKS, _make_pipeline, _make_corpus, vae.BATCH, transformer.BATCH, README)
+    return build(family, output, task, seed, vae_steps, transformer_steps, corpus_size)
 
 
-def _assemble(codec: Any, clip: Any, tokenizer: Any, t5: Any, tokenizer_2: Any, model: Any) -> Any:
+def _make_pipeline(seed: int) -> Any:
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 
     # The scheduler configuration of FLUX.1-dev.
@@ -83,14 +55,17 @@ def _assemble(codec: Any, clip: Any, tokenizer: Any, t5: Any, tokenizer_2: Any, 
         base_image_seq_len=256,
         max_image_seq_len=4096,
     )
+    tokenizer, tokenizer_2 = text.make_clip_tokenizer(), text.make_t5_tokenizer()
+    clip = seeded(seed, text.make_clip_encoder, tokenizer)
+    t5 = seeded(seed, text.make_t5_encoder, tokenizer_2)
+    codec = seeded(seed, vae.make_vae)
+    model = seeded(seed, transformer.make_transformer, text.TEXT_DIM)
     return FluxPipeline(scheduler, codec, clip, tokenizer, t5, tokenizer_2, model)
 
 
 @torch.no_grad()
-def _make_corpus(pipeline: Any, task: TinyTask, size: int, seed: int) -> Any:
+def _make_corpus(pipeline: Any, task: TinyTask, size: int, seed: int) -> Corpus:
     """Encode all training pictures once and set the VAE's normalisation from them."""
-    from megatron_leangrpo.build_tiny import transformer, vae
-
     indices = [n % len(task.prompts) for n in range(size)]
     images = task.render(indices, seed=seed + 1_000_003)
     latents = vae.encode(pipeline.vae, images)
@@ -99,7 +74,7 @@ def _make_corpus(pipeline: Any, task: TinyTask, size: int, seed: int) -> Any:
     prompt_embeds, pooled, _ = pipeline.encode_prompt(
         task.prompts, max_sequence_length=transformer.MAX_SEQUENCE_LENGTH
     )
-    return transformer.Corpus(
+    return Corpus(
         latents=pack_latents((latents - shift) * scale),
         prompt_index=torch.tensor(indices),
         prompt_embeds=prompt_embeds,

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_leangrpo.build_tiny.building import check_output, phase, save, seeded
+from megatron_leangrpo.build_tiny import text, vae
+from megatron_leangrpo.build_tiny.building import TinyFamily, build, seeded
 from megatron_leangrpo.build_tiny.rendering import TinyTask, motion_task
 
 CORPUS_SIZE = 3072
@@ -44,37 +45,27 @@ def build_tiny_wan(
 
     The folder must not exist or be empty.
     """
-    from megatron_leangrpo.build_tiny import flow_matching, text, vae
+    family = TinyFamily(
+        {"motion": motion_task}, _make_pipeline, make_corpus, VAE_BATCH, BATCH, README
+    )
+    return build(family, output, task, seed, vae_steps, transformer_steps, corpus_size)
 
-    if task != "motion":
-        raise ValueError(f"--task {task}: unknown; valid is motion")
-    output = Path(output)
-    check_output(output)
-    tiny = motion_task()
-    vae_steps = tiny.vae_steps if vae_steps is None else vae_steps
-    transformer_steps = tiny.transformer_steps if transformer_steps is None else transformer_steps
+
+def _make_pipeline(seed: int) -> Any:
+    from diffusers import UniPCMultistepScheduler, WanPipeline
+
+    # The scheduler configuration of Wan 2.1, but for the shift: these clips are tiny.
+    scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        num_train_timesteps=1000,
+        flow_shift=1.0,
+    )
     tokenizer = text.make_t5_tokenizer(text.MOTION_WORDS)
     encoder = seeded(seed, text.make_umt5_encoder, tokenizer)
     codec = seeded(seed, make_vae)
     model = seeded(seed, make_transformer, text.TEXT_DIM)
-    with phase("autoencoder", vae_steps) as on_step:
-        vae.train_vae(codec, tiny, vae_steps, seed, on_step, VAE_BATCH)
-    pipeline = _assemble(codec, encoder, tokenizer, model)
-    corpus = make_corpus(pipeline, tiny, corpus_size, seed)
-    with phase("transformer", transformer_steps) as on_step:
-        trained = flow_matching.train(
-            model,
-            corpus.velocity,
-            corpus.latents,
-            corpus.prompt_index,
-            transformer_steps,
-            BATCH,
-            seed,
-            on_step,
-        )
-    pipeline.register_modules(transformer=trained)
-    save(pipeline, tiny, README.format(task=tiny.name, prompt=tiny.prompts[-1]), output)
-    return output
+    return WanPipeline(tokenizer, encoder, codec, scheduler, model)
 
 
 def make_vae() -> Any:
@@ -130,8 +121,6 @@ class Corpus:
 @torch.no_grad()
 def make_corpus(pipeline: Any, task: TinyTask, size: int, seed: int) -> Corpus:
     """Encode all training clips once and set the VAE's normalisation from them."""
-    from megatron_leangrpo.build_tiny import vae
-
     indices = torch.arange(size) % len(task.prompts)
     parts = [
         vae.encode(pipeline.vae, task.render(chunk.tolist(), seed=seed + 1_000_003 + number))
@@ -151,16 +140,3 @@ def make_corpus(pipeline: Any, task: TinyTask, size: int, seed: int) -> Corpus:
         prompt_index=torch.where(without, len(task.prompts), indices),
         prompt_embeds=prompt_embeds,
     )
-
-
-def _assemble(codec: Any, encoder: Any, tokenizer: Any, model: Any) -> Any:
-    from diffusers import UniPCMultistepScheduler, WanPipeline
-
-    # The scheduler configuration of Wan 2.1, but for the shift: these clips are tiny.
-    scheduler = UniPCMultistepScheduler(
-        prediction_type="flow_prediction",
-        use_flow_sigmas=True,
-        num_train_timesteps=1000,
-        flow_shift=1.0,
-    )
-    return WanPipeline(tokenizer, encoder, codec, scheduler, model)

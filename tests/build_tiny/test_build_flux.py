@@ -54,7 +54,7 @@ def test_folder_in_use_is_not_overwritten(folder):
 
 
 def test_unknown_task_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="--task letters: unknown; valid are digits, shapes"):
+    with pytest.raises(ValueError, match="--task letters: unknown; valid: digits, shapes"):
         build_tiny_flux(tmp_path / "x", "letters")
 
 

@@ -56,7 +56,7 @@ def test_folder_in_use_and_unknown_task_are_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"--output .*: exists and is not empty"):
         build_tiny_wan(tmp_path)
-    with pytest.raises(ValueError, match="--task digits: unknown; valid is motion"):
+    with pytest.raises(ValueError, match="--task digits: unknown; valid: motion"):
         build_tiny_wan(tmp_path / "x", task="digits")
 
 

@@ -85,11 +85,11 @@ def test_transposed_noise_is_not_the_transposed_picture(codec):
 
 
 def test_decoding_in_chunks_equals_decoding_at_once(codec, monkeypatch):
-    from megatron_leangrpo.codecs import vae
+    from megatron_leangrpo.codecs import loading
 
     latents = torch.randn(5, 16, 16, generator=torch.Generator().manual_seed(2))
     expected = codec.decode(latents, 32, 32)
-    monkeypatch.setattr(vae, "PIXELS_PER_CHUNK", 2 * 32 * 32)
+    monkeypatch.setattr(loading, "PIXELS_PER_CHUNK", 2 * 32 * 32)
     # Convolutions of other batch sizes may add in another order.
     torch.testing.assert_close(codec.decode(latents, 32, 32), expected, atol=1e-5, rtol=0)
 

@@ -66,12 +66,12 @@ def test_decoding_equals_diffusers_pipeline(tmp_path, fields, multiple):
 
 
 def test_decoding_in_chunks_equals_decoding_at_once(tmp_path, monkeypatch):
-    from megatron_leangrpo.codecs import wan_vae
+    from megatron_leangrpo.codecs import loading
 
     codec = WanVaeCodec.from_pipeline(make_folder(tmp_path, WAN21))
     latents = torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(2))
     expected = codec.decode(latents, 8, 8)
-    monkeypatch.setattr(wan_vae, "PIXELS_PER_CHUNK", 1)
+    monkeypatch.setattr(loading, "PIXELS_PER_CHUNK", 1)
     # Convolutions of other batch sizes may add in another order.
     torch.testing.assert_close(codec.decode(latents, 8, 8), expected, atol=1e-5, rtol=0)
 
