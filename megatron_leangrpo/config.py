@@ -400,6 +400,18 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class OperationsConfig:
+    """What a run does by itself when it is in trouble."""
+
+    rollbacks: int = 0
+    """How often a run may go back to the checkpoint of its best evaluation, when the reward has
+    collapsed or the gradient norm has a spike; 0 only warns. Iterations are counted on: what
+    follows has later prompts and other noise, at a lower learning rate."""
+    rollback_lr_factor: float = 0.5
+    """What each rollback multiplies the learning rate with, for the rest of the run."""
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One run of leangrpo."""
 
@@ -423,3 +435,4 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    operations: OperationsConfig = field(default_factory=OperationsConfig)

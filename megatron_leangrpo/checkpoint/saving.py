@@ -105,7 +105,9 @@ class CheckpointSaver:
             text = json.dumps(dict(state.transformer_config), indent=2) + "\n"
             (temporary / CONFIG).write_text(text, encoding="utf-8")
         frozen = frozen_checksum(state.model)
-        manifest = Manifest(iteration, reward, state.window_scores, frozen=frozen)
+        manifest = Manifest(
+            iteration, reward, state.window_scores, frozen=frozen, rollbacks=state.rollbacks
+        )
 
         def run() -> None:
             try:

@@ -44,6 +44,8 @@ class Manifest:
     files: dict[str, FileRecord] = field(default_factory=dict)
     frozen: str | None = None
     """Checksum of the weights below trained adapters, which are not in the checkpoint."""
+    rollbacks: int = 0
+    """How often the run had gone back to its best checkpoint."""
 
 
 def step_folder(folder: Path, iteration: int) -> Path:
@@ -118,6 +120,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
                 for name, record in content["files"].items()
             },
             frozen=content.get("frozen"),
+            rollbacks=int(content.get("rollbacks", 0)),
         )
     except (OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         reason = error if type(error) is ValueError else f"{type(error).__name__} {error}"
@@ -201,20 +204,31 @@ def publish(folder: Path, iteration: int) -> Path:
     return final
 
 
+def best_first(folder: Path) -> list[int]:
+    """The numbers of the checkpoints that were evaluated; of equally good ones the newest first."""
+    found = [(reward, number) for number, _, reward in _rewards(folder) if reward is not None]
+    return [number for _, number in sorted(found, reverse=True)]
+
+
+def _rewards(folder: Path) -> list[tuple[int, Path, float | None]]:
+    """The checkpoints with a readable manifest, newest first, and their evaluation rewards."""
+    rewards = []
+    for number, path in checkpoints(folder):
+        try:
+            rewards.append((number, path, read_manifest(path).reward))
+        except ValueError:
+            continue
+    return rewards
+
+
 def prune(folder: Path, keep: int) -> list[Path]:
     """Remove all but the `keep` newest checkpoints and the one with the best evaluation.
 
     Folders without a manifest are not ours to remove. Call it when the newest one is whole.
     """
-    manifests = []
-    for number, path in checkpoints(folder):
-        try:
-            manifests.append((number, path, read_manifest(path).reward))
-        except ValueError:
-            continue
-    rewarded = [(reward, number) for number, _, reward in manifests if reward is not None]
-    best = max(rewarded)[1] if rewarded else None
-    removed = [path for number, path, _ in manifests[keep:] if number != best]
+    rewards = _rewards(folder)
+    best = best_first(folder)[:1]
+    removed = [path for number, path, _ in rewards[keep:] if number not in best]
     for path in removed:
         # Under this name a half-removed checkpoint is none.
         doomed = path.with_name(f".{path.name}.old")

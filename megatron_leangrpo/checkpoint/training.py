@@ -18,6 +18,7 @@ from megatron_leangrpo import platform
 from megatron_leangrpo.checkpoint.frozen import check_frozen
 from megatron_leangrpo.checkpoint.store import (
     Found,
+    best_first,
     checkpoints,
     file_damage,
     first_whole,
@@ -43,14 +44,25 @@ class TrainingState:
     """Scores of jagg's windows, which decide the next iteration's routing."""
     transformer_config: Mapping[str, Any] | None = None
     """Diffusers' `config.json` of the model; not loaded."""
+    rollbacks: int = 0
+    """How often the run has gone back to its best checkpoint."""
 
 
 def find_newest(folder: Path) -> Found:
     """Look for the newest whole checkpoint; the ranks share the reading (a collective)."""
-    found = dict(checkpoints(folder))
+    return _first_whole_of([number for number, _ in checkpoints(folder)], folder)
+
+
+def find_best(folder: Path) -> Found:
+    """Look for the whole checkpoint with the best evaluation reward, likewise."""
+    return _first_whole_of(best_first(folder), folder)
+
+
+def _first_whole_of(numbers: list[int], folder: Path) -> Found:
     # The logging rank's list counts: all must look at the same folders.
-    count = _from_logging_rank([len(found)])[0]
-    numbers = list(found) if platform.is_logging_rank() else [0] * count
+    count = _from_logging_rank([len(numbers)])[0]
+    numbers = numbers if platform.is_logging_rank() else [0] * count
+    found = dict(checkpoints(folder))
     return first_whole(map(found.__getitem__, _from_logging_rank(numbers)), damage_on_any_rank)
 
 
@@ -88,7 +100,7 @@ def load_checkpoint(checkpoint: Path, state: TrainingState) -> int:
     """
     manifest = read_manifest(checkpoint)
     check_frozen(checkpoint, manifest.frozen, state.model)
-    state.window_scores = manifest.window_scores
+    state.window_scores, state.rollbacks = manifest.window_scores, manifest.rollbacks
     own_settings = _group_settings(state.optimizer)
     with platform.host_mode():
         loaded = _read(sharded_state(state, loading=True), checkpoint)

@@ -13,6 +13,7 @@ from megatron_leangrpo.config_reader import read_config, read_recipe
 from megatron_leangrpo.files import atomic_path, atomic_write
 from megatron_leangrpo.grpo.config_checks import check_bounds
 from megatron_leangrpo.reporting.console import Console
+from megatron_leangrpo.reporting.rank_log import RankLog
 from megatron_leangrpo.reporting.run_directory import RunDirectory
 from megatron_leangrpo.reporting.sentences import byte_size, number
 
@@ -53,12 +54,15 @@ def train(recipe: str, overrides: Sequence[str], dry_run: bool = False) -> None:
     directory = _run_directory(config, resumes)
     report = RunReport(config, directory, console, platform.is_logging_rank())
     report.verdict = experiment.scorer.verdict
-    trainer = Trainer(experiment, report)
-    if resumes:
-        trainer.resume()
-    if trainer.done < config.grpo.iterations:
-        report_precision(experiment, console)
-    trainer.run()
+    with RankLog(directory.logs, platform.rank()) as log:
+        console.record_to(log.write)
+        trainer = Trainer(experiment, report)
+        if resumes:
+            trainer.resume()
+        if trainer.done < config.grpo.iterations:
+            report_precision(experiment, console)
+        trainer.run()
+        console.record_to(None)
     directory.close()
     platform.destroy_distributed()
 

@@ -50,6 +50,7 @@ _AT_LEAST = {
     "checkpoint.interval": -1,
     "checkpoint.export_interval": -1,
     "checkpoint.keep": 1,
+    "operations.rollbacks": 0,
 }
 _BELOW_ONE = ("optimizer.adam_beta1", "optimizer.adam_beta2", "optimizer.ema_decay")
 
@@ -94,8 +95,33 @@ def check_training(config: RunConfig) -> None:
             f"grpo.group_size = 1: grpo.advantage = {grpo.advantage} compares the samples of a "
             "prompt with each other and would train nothing; valid: 2 or more"
         )
+    _check_rollbacks(config)
     if config.wandb:
         import_wandb()
+
+
+def _check_rollbacks(config: RunConfig) -> None:
+    operations = config.operations
+    if not 0 < operations.rollback_lr_factor <= 1:
+        raise ValueError(
+            f"operations.rollback_lr_factor = {operations.rollback_lr_factor} must be above 0 and "
+            "at most 1"
+        )
+    saved, evaluated = config.checkpoint.interval, config.evaluation.interval
+    if operations.rollbacks and (saved < 1 or evaluated < 1):
+        raise ValueError(
+            f"operations.rollbacks = {operations.rollbacks} needs evaluated checkpoints to go back "
+            f"to, but checkpoint.interval = {saved} and evaluation.interval = {evaluated}; valid: "
+            "1 or more for both"
+        )
+    together = math.lcm(saved, evaluated) if operations.rollbacks else 0
+    if together >= config.grpo.iterations:
+        raise ValueError(
+            f"operations.rollbacks = {operations.rollbacks}: checkpoint.interval = {saved} and "
+            f"evaluation.interval = {evaluated} first meet after iteration {together} of "
+            f"{config.grpo.iterations}, so that there is nothing to go back to; valid: equal ones "
+            f"below {config.grpo.iterations}"
+        )
 
 
 def _check_learning_rate(config: RunConfig) -> None:

@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import math
+from statistics import median
 from typing import Any
 
 from megatron_leangrpo.config import RunConfig
@@ -15,6 +16,8 @@ from megatron_leangrpo.reporting.metrics import MetricsWriter
 from megatron_leangrpo.reporting.run_directory import RunDirectory
 from megatron_leangrpo.reporting.sample_files import SampleFiles
 from megatron_leangrpo.reporting.sentences import evaluation_line, final_line, iteration_line
+
+_RATES = ("samples_per_second", "tokens_per_second", "tflops_per_rank", "mfu")
 
 
 class RunReport:
@@ -76,6 +79,8 @@ class RunReport:
     ) -> None:
         """Report a finished iteration and the evaluation after it, if there was one."""
         self.console.line(iteration_line(iteration, self.config.grpo.iterations, metrics))
+        own = {name: value for name, value in metrics.items() if name.startswith("time_")}
+        self.console.record("iteration", iteration=iteration, **own)
         if evaluation is not None:
             metrics |= self.evaluation(iteration, evaluation)
         if self.writes:
@@ -86,7 +91,9 @@ class RunReport:
     def finish(self, seconds: float) -> dict[str, Any]:
         """Write the summary, print the closing line and return the summary."""
         summary = {**self._summary(), "seconds": seconds}
+        self.console.record("finished", seconds=seconds)
         if self.writes:
+            summary["throughput"] = self._throughput()
             self.directory.write_summary(summary)
             self.metrics.close()
         if None not in (summary["eval_reward_before"], summary["eval_reward_after"]):
@@ -108,6 +115,12 @@ class RunReport:
             "correct_means": self.verdict,
             "evaluations": rows,
         }
+
+    def _throughput(self) -> dict[str, float | None]:
+        """Medians over the iterations; MFU is null where the device's peak is not known."""
+        rows = self.directory.metrics_rows()
+        found = {name: [row[name] for row in rows if row.get(name) is not None] for name in _RATES}
+        return {name: median(values) if values else None for name, values in found.items()}
 
     def _draw_curves(self) -> None:
         rewards = {

@@ -2,8 +2,10 @@
 """The training run: iterations, evaluations, checkpoints, pictures and the closing line."""
 
 import contextlib
+import os
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from megatron_leangrpo.grpo.iteration import IterationResult
 from megatron_leangrpo.grpo.model_card import model_card
 from megatron_leangrpo.grpo.optimization import build_optimization
 from megatron_leangrpo.grpo.placement import Wave
+from megatron_leangrpo.grpo.rollback import Rollback
 from megatron_leangrpo.grpo.run_report import RunReport
+from megatron_leangrpo.grpo.throughput import throughput_of
 from megatron_leangrpo.operations.alarms import Alarms
 from megatron_leangrpo.operations.finite import check_gradients
 from megatron_leangrpo.operations.stop import StopRequested, StopSignal
@@ -56,7 +60,9 @@ class Trainer:
             )
         self.saver = CheckpointSaver(report.directory.checkpoints, config.checkpoint.keep)
         self._can_export = can_export(experiment.architecture)
+        self.throughput = throughput_of(config, experiment.architecture)
         self.stop, self.alarms = StopSignal(), Alarms()
+        self.rollback = Rollback(config.operations, self.saver, report.console)
         self.watchdog = Watchdog(
             report.directory.path / "heartbeats",
             platform.rank(),
@@ -77,6 +83,7 @@ class Trainer:
             None if self.average is None else self.average.values,
             self.runner.router.state(),
             transformer_config(self.experiment.architecture),
+            self.rollback.taken,
         )
 
     def resume(self) -> None:
@@ -100,7 +107,12 @@ class Trainer:
         state = self.state
         self.first_iteration = self.done = load_checkpoint(found.checkpoint, state)
         self.runner.router.load_state(state.window_scores)
-        console.line(f"resumed after iteration {self.first_iteration}: {found.checkpoint}")
+        self.rollback.resume(state.rollbacks, state.optimizer)
+        rows = [row for row in directory.metrics_rows() if row["iteration"] <= self.done]
+        self.alarms = Alarms.after(rows, state.rollbacks)
+        text = f"resumed after iteration {self.done}: {found.checkpoint}"
+        console.line(text)
+        console.record("resumed", text, iteration=self.done)
         if self._exports_after(self.done) and platform.is_logging_rank():
             self._export_again(found.checkpoint)
 
@@ -120,6 +132,7 @@ class Trainer:
             return {}
         self.stop.install()
         self.report.start(self.first_iteration)
+        self._record_start()
         if self.first_iteration == 0:
             self.report.evaluation(0, self._evaluate())
         try:
@@ -132,11 +145,22 @@ class Trainer:
         except StopRequested:
             self._save_before_stopping()
             return {}
-        except BaseException:
+        except BaseException as error:
+            self.report.console.record("error", repr(error), traceback=traceback.format_exc())
             self.saver.wait()
             raise
         self.saver.finish()
         return self.report.finish(seconds=time.perf_counter() - start)
+
+    def _record_start(self) -> None:
+        self.report.console.record(
+            "start",
+            iteration=self.first_iteration,
+            pid=os.getpid(),
+            device=str(platform.device()),
+            world_size=platform.world_size(),
+            **{f"{name}_rank": getattr(platform, f"{name}_rank")() for name in ("dp", "tp", "pp")},
+        )
 
     def _save_before_stopping(self) -> None:
         """Save the last whole iteration, unless that has been begun, and say what follows."""
@@ -149,7 +173,9 @@ class Trainer:
             if interval < 0
             else f"--checkpoint.resume=auto --output={self.report.directory.path} continues"
         )
-        self.report.console.line(f"stopped by SIGTERM after iteration {done}; {follows}")
+        text = f"stopped by SIGTERM after iteration {done}; {follows}"
+        self.report.console.line(text)
+        self.report.console.record("stopped", text)
 
     def _run_iteration(self, iteration: int) -> None:
         metrics = self._train(iteration)
@@ -157,15 +183,31 @@ class Trainer:
         self.watchdog.beat(f"iteration {done}, after its update")
         evaluation = self._evaluate() if self._evaluates_after(done) else None
         self.report.iteration(done, metrics, evaluation)
-        for alarm in self.alarms.check(metrics):
-            self.report.console.warning(alarm)
+        went_back = self._react(metrics)
         if iteration == self.first_iteration and self.config.overlap.mode == "auto":
             print_choices(self.report.console, choices())
         self.saver.poll()
         if self._saves_after(done):
-            reward = None if evaluation is None else evaluation.reward_mean
+            # After a rollback the weights are no longer those that were evaluated.
+            is_evaluated = evaluation is not None and not went_back
+            reward = evaluation.reward_mean if is_evaluated else None
             exports = self._exports_after(done)
             self.saver.start(self.state, done, reward, self._export(done) if exports else None)
+
+    def _react(self, metrics: Mapping[str, Any]) -> bool:
+        """Raise alarms, and go back where they say so and the run may; returns whether it did."""
+        # The first rank knows the iterations before a resume.
+        alarms = self.alarms.check(metrics) if platform.is_logging_rank() else {}
+        for text in alarms.values():
+            self.report.console.warning(f"iteration {self.done}: {text}")
+        if not self.rollback.is_due(alarms):
+            return False
+        state = self.state
+        if not self.rollback.go_back(state, self.done):
+            return False
+        self.runner.router.load_state(state.window_scores)
+        self.alarms = Alarms()
+        return True
 
     def _train(self, iteration: int) -> dict[str, Any]:
         prompts = self.experiment.sampler.batch(iteration)
@@ -193,8 +235,9 @@ class Trainer:
 
     def _metrics(self, result: IterationResult) -> dict[str, Any]:
         metrics: dict[str, Any] = dict(result.metrics)
-        samples = self.config.grpo.prompts_per_iteration * self.config.grpo.group_size
-        metrics["samples_per_second"] = samples / metrics["time_total"]
+        metrics |= self.throughput.metrics(metrics["time_total"])
+        if self.rollback.is_possible:
+            metrics["rollbacks"] = self.rollback.taken
         metrics["peak_memory_bytes"] = peak_memory_bytes()
         metrics["schedule"] = self.config.grpo.schedule
         for number, update in enumerate(result.updates[1:], start=2):

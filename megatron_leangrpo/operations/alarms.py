@@ -3,7 +3,7 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from statistics import fmean, median, pstdev
 from typing import Any
 
@@ -20,6 +20,18 @@ COLLAPSE = 4.0
 class Alarms:
     """Fed with the metrics of each iteration; `check` returns what is new and wrong."""
 
+    @classmethod
+    def after(cls, rows: Iterable[Mapping[str, Any]], rollbacks: int) -> "Alarms":
+        """Those of a run with these metrics so far and so many rollbacks, each of which has begun
+        anew."""
+        alarms, known = cls(), 0
+        for row in rows:
+            taken = row.get("rollbacks") or 0
+            if taken > known:
+                alarms, known = cls(), taken
+            alarms.check(row)
+        return cls() if rollbacks > known else alarms
+
     def __init__(self) -> None:
         self._constant = 0
         self._norms: deque[float] = deque(maxlen=HISTORY)
@@ -27,17 +39,20 @@ class Alarms:
         self._best, self._spread = -math.inf, 0.0
         self._active: set[str] = set()
 
-    def check(self, metrics: Mapping[str, Any]) -> list[str]:
-        """Messages about this iteration, without those that were given for the one before."""
+    def check(self, metrics: Mapping[str, Any]) -> dict[str, str]:
+        """Messages about this iteration, by what they are about (constant, spike, collapse).
+
+        Those that were given for the iteration before are left out.
+        """
         found = {
             "constant": self._constant_groups(metrics),
             "spike": self._spike(metrics),
             "collapse": self._collapse(metrics),
         }
-        raised = {name for name, message in found.items() if message}
-        new = [found[name] for name in found if name in raised - self._active]
-        self._active = raised
-        return [message for message in new if message]
+        raised = {name: message for name, message in found.items() if message}
+        new = {name: message for name, message in raised.items() if name not in self._active}
+        self._active = set(raised)
+        return new
 
     def _constant_groups(self, metrics: Mapping[str, Any]) -> str | None:
         share = metrics.get("zero_std_ratio")
@@ -79,7 +94,8 @@ class Alarms:
             return None
         return (
             f"the reward has fallen from {self._best:.4g} to {mean:.4g}, means of {WINDOW} "
-            "iterations; the best evaluation's checkpoint is kept (checkpoint.keep)"
+            "iterations; the best evaluation's checkpoint is kept, and operations.rollbacks goes "
+            "back to it"
         )
 
 

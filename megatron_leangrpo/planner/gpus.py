@@ -92,12 +92,22 @@ def find_gpu(name: str) -> Gpu:
     return PRESETS[name]
 
 
+def known_peak(name: str, width: int) -> float | None:
+    """Operations a second with numbers of `width` bytes, by the data sheet of a CUDA device."""
+    # The presets of these names are SXM modules; cards are slower.
+    gpu = None if "PCIe" in name or "NVL" in name else _preset_of(name)
+    return None if gpu is None else {2: gpu.half, 4: gpu.single}.get(width)
+
+
 def like_device(name: str, memory: int) -> Gpu:
     """The preset whose name is part of a CUDA device's, with the memory the device has.
 
     An unknown device gets H100's ratios of speeds, which decide between schedules.
     """
+    return replace(_preset_of(name) or PRESETS["h100-80gb"], memory=memory)
+
+
+def _preset_of(name: str) -> Gpu | None:
     kinds = {preset.split("-")[0]: gpu for preset, gpu in PRESETS.items()}
     words = name.lower().replace("-", " ").split()
-    known = next((gpu for kind, gpu in kinds.items() if kind in words), PRESETS["h100-80gb"])
-    return replace(known, memory=memory)
+    return next((gpu for kind, gpu in kinds.items() if kind in words), None)

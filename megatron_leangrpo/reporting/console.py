@@ -46,6 +46,8 @@ class Console:
         self._out = output
         self._progress: Progress | None = None
         self._said: set[str] = set()
+        self._record: Callable[..., None] | None = None
+        self._early: list[tuple[str, str, dict[str, Any]]] = []
         self._last_line = time.monotonic()
 
     def line(self, text: str | Text = "") -> None:
@@ -58,7 +60,23 @@ class Console:
         """Print a warning, once however often it is given."""
         if text not in self._said:
             self._said.add(text)
+            self.record("warning", text)
             self.line(Text.assemble(("warning: ", "bold yellow"), text))
+
+    def record(self, event: str, text: str = "", **data: Any) -> None:
+        """Add an event to this rank's log, whether the rank prints or not."""
+        if self._record is None:
+            self._early.append((event, text, data))
+        else:
+            self._record(event, text, **data)
+
+    def record_to(self, write: Callable[..., None] | None) -> None:
+        """Where events go from now on, with those so far; None keeps them."""
+        self._record = write
+        if write is not None:
+            early, self._early = self._early, []
+            for event, text, data in early:
+                write(event, text, **data)
 
     def facts(self, title: str, rows: Mapping[str, Any]) -> None:
         """Print what a run consists of, one name and value a line."""

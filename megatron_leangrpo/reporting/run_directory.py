@@ -44,6 +44,7 @@ class RunDirectory:
         self.curves = self.path / "curves.png"
         self.checkpoints = self.path / "checkpoints"
         self.export = self.path / "export"
+        self.logs = self.path / "logs"
         self.summary = self.path / "summary.json"
         self._lock: IO[str] | None = None
 

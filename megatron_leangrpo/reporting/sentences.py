@@ -8,17 +8,20 @@ from typing import Any
 def iteration_line(iteration: int, iterations: int, metrics: Mapping[str, Any]) -> str:
     """Return the line of one iteration from its metrics."""
     width = len(str(iterations))
+    took = f"{seconds(metrics['time_total'])} ({_phases(metrics)})"
     parts = [
         f"iteration {iteration:{width}}/{iterations}",
         f"reward {number(metrics['reward_mean'])} ± {number(metrics['reward_std'])}",
         *_rewards(metrics),
         f"grad {number(metrics['grad_norm'])}",
         *_off_policy(metrics),
-        f"{seconds(metrics['time_total'])} ({_phases(metrics)})",
+        took,
         f"{number(metrics['samples_per_second'])} images/s",
     ]
+    if metrics.get("mfu") is not None:
+        parts.append(f"{percent(metrics['mfu'])} MFU")
     if metrics["zero_std_ratio"] > 0:
-        parts.insert(-2, f"{percent(metrics['zero_std_ratio'])} of groups constant")
+        parts.insert(parts.index(took), f"{percent(metrics['zero_std_ratio'])} of groups constant")
     return "  ".join(parts)
 
 

@@ -24,7 +24,14 @@ from tests.grpo import tiny
 BETWEEN_LAYOUTS = 1e-5
 RESUME = "--checkpoint.resume=true"
 # What may differ between two runs that are the same.
-MEASURED = ("time_", "samples_per_second", "peak_memory_bytes", "update_2/time_")
+MEASURED = (
+    "time_",
+    "samples_per_second",
+    "tokens_per_second",
+    "tflops_per_rank",
+    "peak_memory_bytes",
+    "update_2/time_",
+)
 
 
 LAYOUTS = {
