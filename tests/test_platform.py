@@ -73,6 +73,32 @@ def test_layout_can_change_in_a_running_world_and_neighbours_share_a_model(run_r
     assert ranks[3] == [(1, 0, 3, 1000), (2, 1, 1, 1100), (4, 3, 0, 1111)]
 
 
+def _stages(context: int) -> tuple[int, int, list[int], list[int]]:
+    platform.initialize_distributed(
+        1, context_parallel_size=context, pipeline_model_parallel_size=2
+    )
+    groups = (platform.trajectory_group(), platform.stage_group())
+    ranks = (dist.get_process_group_ranks(group) for group in groups)
+    return platform.pp_rank(), platform.dp_rank(), *ranks
+
+
+def test_stages_share_trajectories_with_the_first_one_in_front(run_ranks):
+    # Data-parallel ranks are neighbours, so that stages are on the nodes that are furthest apart.
+    assert run_ranks(4, _stages, 1) == [
+        (0, 0, [0, 2], [0]),
+        (0, 1, [1, 3], [1]),
+        (1, 0, [0, 2], [2]),
+        (1, 1, [1, 3], [3]),
+    ]
+    # megatron's model-parallel group would leave out the context.
+    assert run_ranks(4, _stages, 2) == [
+        (0, 0, [0, 1, 2, 3], [0, 1]),
+        (0, 0, [0, 1, 2, 3], [0, 1]),
+        (1, 0, [0, 1, 2, 3], [2, 3]),
+        (1, 0, [0, 1, 2, 3], [2, 3]),
+    ]
+
+
 def _threads_after(layouts: int) -> int:
     for n in range(layouts):
         platform.initialize_distributed(1 + n % 2)

@@ -1,7 +1,7 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """What a training checkpoint holds (weights, optimizer, average, schedule, position), and loading.
 
-It is in megatron's format and can be resumed at another tensor- or data-parallel size.
+It is in megatron's format and can be resumed at another tensor-, pipeline- or data-parallel size.
 """
 
 import dataclasses
