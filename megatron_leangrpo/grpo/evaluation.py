@@ -2,7 +2,7 @@
 """Evaluation: deterministic samples of fixed prompts from fixed noise, under the run's rewards."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +11,14 @@ import torch.distributed as dist
 from megatron_leangrpo import platform
 from megatron_leangrpo.conditioning.prompts import Prompt
 from megatron_leangrpo.config import EvaluationConfig
-from megatron_leangrpo.diffusion.sampler import rollout
+from megatron_leangrpo.diffusion.sampler import Sampling
 from megatron_leangrpo.diffusion.selection import DETERMINISTIC
 from megatron_leangrpo.diffusion.sigmas import SigmaSchedule
 from megatron_leangrpo.grpo.intervals import Interval, mean_over_prompts
-from megatron_leangrpo.grpo.policy import Policy
+from megatron_leangrpo.grpo.passes import WholeModel
+from megatron_leangrpo.grpo.pipelined import PipelinedModel
+from megatron_leangrpo.grpo.placement import Wave
+from megatron_leangrpo.grpo.rollout import WaveRollout
 from megatron_leangrpo.grpo.scoring import Scorer
 from megatron_leangrpo.models.experts import idle_in_host
 from megatron_leangrpo.parallel.noise import evaluation_noise
@@ -49,7 +52,7 @@ class Evaluator:
 
     def __init__(
         self,
-        policy: Policy,
+        passes: WholeModel | PipelinedModel,
         schedule: SigmaSchedule,
         config: EvaluationConfig,
         prompts: Sequence[Prompt],
@@ -57,7 +60,7 @@ class Evaluator:
         scorer: Scorer,
         latent_shape: tuple[int, ...],
     ) -> None:
-        self.policy, self.schedule, self.config = policy, schedule, config
+        self.passes, self.schedule, self.config = passes, schedule, config
         self.encode, self.scorer, self.latent_shape = encode, scorer, latent_shape
         chosen = prompts[: config.max_prompts]
         self.items = [(p, sample) for sample in range(config.samples_per_prompt) for p in chosen]
@@ -79,12 +82,8 @@ class Evaluator:
         if inspect is not None:
             numbers = inspect(torch.zeros(1, *scorer.sample_shape)).shape[1]
             inspected = torch.zeros(len(self.items), numbers)
-        own = range(platform.dp_rank(), len(self.items), platform.dp_size())
-        for start in range(0, len(own), self.config.micro_batch_size):
-            batch = list(own[start : start + self.config.micro_batch_size])
-            rewards, correct, pictures = scorer.score(
-                self._sample(batch), [self.items[i][0] for i in batch]
-            )
+        for batch, latents in self._sampled():
+            rewards, correct, pictures = scorer.score(latents, [self.items[i][0] for i in batch])
             table[batch] = torch.cat([rewards, correct[:, None]], dim=1)
             if pictures is not None:
                 if inspected is not None:
@@ -126,26 +125,33 @@ class Evaluator:
             ],
         )
 
-    def _sample(self, batch: Sequence[int]) -> torch.Tensor:
+    def _sampled(self) -> Iterator[tuple[list[int], torch.Tensor]]:
+        """This rank's items in batches, and their latents; as many at once as are in flight."""
+        size = self.config.micro_batch_size
+        own = range(platform.dp_rank(), len(self.items), platform.dp_size())
+        batches = [list(own[start : start + size]) for start in range(0, len(own), size)]
+        at_once = self.passes.waves_in_flight
+        for first in range(0, len(batches), at_once):
+            together = batches[first : first + at_once]
+            with idle_in_host(self.passes.policy.model):
+                rollouts = [self._rollout(n, batch) for n, batch in enumerate(together)]
+                trajectories = self.passes.roll_out(rollouts)
+            for batch, trajectory in zip(together, trajectories):
+                yield batch, trajectory.latents
+
+    def _rollout(self, number: int, batch: Sequence[int]) -> WaveRollout:
         items = [self.items[i] for i in batch]
-        conditioning = self.encode([prompt.text for prompt, _ in items])
-        dtype = self.policy.latent_dtype
+        dtype = self.passes.policy.latent_dtype
         x = torch.stack(
             [
                 evaluation_noise(self.config.seed, prompt.id, sample, self.latent_shape, dtype)
                 for prompt, sample in items
             ]
         ).to(platform.device())
-        with idle_in_host(self.policy.model):
-            return rollout(
-                lambda x, timestep: self.policy(x, timestep, conditioning),
-                x,
-                self.schedule,
-                "ode",
-                None,
-                [DETERMINISTIC] * len(items),
-                noise=lambda step: torch.zeros_like(x),
-            )
+        plans, ode = [DETERMINISTIC] * len(items), ("ode", None)
+        sampling = Sampling(x, self.schedule, *ode, plans, noise=lambda step: torch.zeros_like(x))
+        conditioning = self.encode([prompt.text for prompt, _ in items])
+        return WaveRollout(sampling, Wave(number, 0, ()), conditioning, windows=())
 
 
 def _sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:

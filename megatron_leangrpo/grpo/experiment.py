@@ -81,12 +81,7 @@ class Experiment:
             router = JaggRouter(grpo.jagg_window, grpo.jagg_frac, sigmas.num_steps, boundary)
             schedule = grpo.jagg_on
         buffers = GradientBuffers(self.model)
-        if self.transport is None:
-            passes = WholeModel(self.policy, self.reference, buffers)
-        else:
-            in_flight = self.config.parallel.pipeline_waves_in_flight or self.transport.stages
-            policies = self.policy, self.reference
-            passes = PipelinedModel(*policies, buffers, self.transport, in_flight)
+        passes = self._passes(buffers, self.reference)
         return IterationRunner(
             self.model,
             passes,
@@ -99,11 +94,19 @@ class Experiment:
             self.early,
         )
 
+    def _passes(
+        self, buffers: GradientBuffers, reference: Policy | None
+    ) -> WholeModel | PipelinedModel:
+        if self.transport is None:
+            return WholeModel(self.policy, reference, buffers)
+        in_flight = self.config.parallel.pipeline_waves_in_flight or self.transport.stages
+        return PipelinedModel(self.policy, reference, buffers, self.transport, in_flight)
+
     def evaluator(self) -> Evaluator:
         """Return the evaluator of the run."""
         config, shape = self.config, self.settings.latent_shape
         return Evaluator(
-            self.policy,
+            self._passes(GradientBuffers(self.model), reference=None),
             sigma_schedule(config.sampling, config.evaluation.num_steps, shape[0]),
             config.evaluation,
             self.evaluation_prompts,
