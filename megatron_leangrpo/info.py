@@ -80,8 +80,8 @@ class FusedKernel:
     modules: tuple[tuple[str, str], ...]
     """Package and module that brings the kernel, in the order in which they are looked for."""
     otherwise: str
-    uses: bool = True
-    """Whether the kernel is used where it is there."""
+    unused: str | None = None
+    """Why the kernel is not used where it is there; None where it is."""
 
 
 _TRANSFORMER_ENGINE = ("transformer-engine", "transformer_engine")
@@ -93,10 +93,13 @@ FUSED_KERNELS = (
         "weight gradients",
         (("apex", "fused_weight_gradient_mlp_cuda"), _TRANSFORMER_ENGINE),
         "torch's products, added in place",
-        uses=False,
     ),
+    FusedKernel("layer norms", (("apex", "apex"),), "torch's layer norm"),
     FusedKernel(
-        "norms", (_TRANSFORMER_ENGINE, ("apex", "apex")), "torch's layer and RMS norms", uses=False
+        "RMS norms",
+        (_TRANSFORMER_ENGINE, ("apex", "apex")),
+        "ours, with the rotation",
+        unused="it has one weight, and ours takes queries and keys, over the ranks too",
     ),
 )
 
@@ -161,20 +164,25 @@ def _explain_backend(info: dict[str, Any]) -> str:
 def _fused(kernel: FusedKernel) -> dict[str, Any]:
     """Which kernel is there and what is in use; kernels need a GPU."""
     found = next((p for p, module in kernel.modules if importlib.util.find_spec(module)), None)
-    used = kernel.uses and found is not None and bool(gpu_lines())
+    unused = kernel.unused
+    if found is None:
+        unused = "no fused kernel here"
+    elif not gpu_lines():
+        unused = "no GPU"
     return {
         "work": kernel.work,
         "present": found,
-        "in_use": found if used else kernel.otherwise,
+        "in_use": kernel.otherwise if unused else found,
+        "why_not": unused,
     }
 
 
 def _explain_fused(kernel: dict[str, Any]) -> str:
-    if kernel["present"] == kernel["in_use"]:
+    if kernel["why_not"] is None:
         return f"{kernel['in_use']}"
     if kernel["present"] is None:
-        return f"{kernel['in_use']} (no fused kernel here)"
-    return f"{kernel['in_use']} ({kernel['present']} brings a fused kernel, which is not used)"
+        return f"{kernel['in_use']} ({kernel['why_not']})"
+    return f"{kernel['in_use']} ({kernel['present']}'s kernel is not used: {kernel['why_not']})"
 
 
 def version_of(package: str) -> str | None:

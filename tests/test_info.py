@@ -48,18 +48,21 @@ def test_fused_kernels_are_named_with_what_is_used_in_their_place(monkeypatch, c
     monkeypatch.setattr(info.importlib.util, "find_spec", lambda name: name in there or None)
     kernels = {k["work"]: k for k in map(info._fused, info.FUSED_KERNELS)}
     assert kernels["Adam"]["in_use"] == kernels["gradient norm"]["in_use"] == "transformer-engine"
-    assert kernels["weight gradients"]["present"] == "apex"
-    assert "which is not used" in info._explain_fused(kernels["weight gradients"])
+    assert kernels["weight gradients"]["in_use"] == "apex"
+    assert kernels["layer norms"]["in_use"] == "torch's layer norm"
+    explained = info._explain_fused(kernels["RMS norms"])
+    assert "ours, with the rotation (transformer-engine's kernel is not used: it has" in explained
     there.clear()
     kernels = {k["work"]: k for k in map(info._fused, info.FUSED_KERNELS)}
-    assert kernels["Adam"] == {"work": "Adam", "present": None, "in_use": "torch's AdamW"}
+    assert kernels["Adam"]["in_use"] == "torch's AdamW" and kernels["Adam"]["present"] is None
     assert info._explain_fused(kernels["Adam"]) == "torch's AdamW (no fused kernel here)"
 
 
 def test_without_a_gpu_no_fused_kernel_is_in_use(monkeypatch):
     monkeypatch.setattr(info, "gpu_lines", list)
     monkeypatch.setattr(info.importlib.util, "find_spec", lambda name: True)
-    assert info._fused(info.FUSED_KERNELS[0])["in_use"] == "torch's AdamW"
+    adam = info._fused(info.FUSED_KERNELS[0])
+    assert adam["in_use"] == "torch's AdamW" and adam["why_not"] == "no GPU"
 
 
 def test_nothing_heavy_is_imported():

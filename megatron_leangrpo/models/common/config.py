@@ -170,6 +170,8 @@ class TransformerSettings:
         """
         from megatron.core.transformer.transformer_config import TransformerConfig
 
+        from megatron_leangrpo.overlap import weight_grad
+
         config = TransformerConfig(
             tensor_model_parallel_size=self.tensor_model_parallel_size,
             context_parallel_size=self.context_parallel_size,
@@ -183,7 +185,7 @@ class TransformerSettings:
             perform_initialization=False,
             # The objective is already divided by the global number of samples and steps.
             calculate_per_token_loss=True,
-            gradient_accumulation_fusion=False,
+            gradient_accumulation_fusion=weight_grad.fuses_here(),
             **sizes,
         )
         config.overlap = self.overlap

@@ -8,6 +8,7 @@ of `overlap` where the configuration asks for them. Each may have a low-rank ada
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +42,30 @@ def without_sequence_parallel(config: TransformerConfig) -> TransformerConfig:
     return config
 
 
+def _without_megatrons_fusion(config: TransformerConfig) -> TransformerConfig:
+    """A copy of `config` for megatron's constructor, which knows no kernel but apex's."""
+    config = copy.copy(config)
+    config.gradient_accumulation_fusion = False
+    return config
+
+
+def _linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: TransformerConfig,
+) -> torch.Tensor:
+    """torch's own linear; where a kernel is there its weight gradient is added in float32."""
+    if not config.gradient_accumulation_fusion:
+        return F.linear(x, weight, bias)
+    return column_parallel(x, [weight], [bias], _plan_alone())[0]
+
+
+def _plan_alone() -> LinearPlan:
+    """Of products with nothing to say to other ranks."""
+    return LinearPlan(None, False, None, "alone", weight_gradient=WeightGradient(fused=True))
+
+
 def name_linears(model: torch.nn.Module) -> None:
     """Tell every linear of `model` its name, for errors, and connect the ranks they talk to.
 
@@ -62,12 +87,14 @@ def _overlap_plan(
 ) -> LinearPlan | None:
     """How a layer's collectives are overlapped; None where they are megatron's.
 
-    Of FP8 `operands` they never are: whole collectives, one after the other, are ours as well.
+    With FP8 `operands` or fused weight gradients they never are: whole collectives, one after the
+    other, are ours as well.
     """
     settings: OverlapSettings = config.overlap
-    if platform.group_size(group) == 1 or (settings.mode == "off" and not operands):
+    fused = config.gradient_accumulation_fusion
+    if platform.group_size(group) == 1 or (settings.mode == "off" and not operands and not fused):
         return None
-    weight_gradient = WeightGradient(fused=config.gradient_accumulation_fusion)
+    weight_gradient = WeightGradient(fused=fused)
     return LinearPlan(
         group,
         config.sequence_parallel,
@@ -112,14 +139,16 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
         takes_tokens = not takes_all_tokens
         takes_all_tokens |= shares_input
         reduces_input_grad &= not shares_input
+        own_config = without_sequence_parallel(config) if takes_all_tokens else config
         super().__init__(
             input_size,
             output_size,
-            config=without_sequence_parallel(config) if takes_all_tokens else config,
+            config=_without_megatrons_fusion(own_config),
             init_method=_leave_uninitialised,
             disable_grad_reduce=not reduces_input_grad,
             tp_group=platform.tp_group(),
         )
+        self.config = own_config
         mark_sharded(self.weight, dim=0)
         self.layer_name = type(self).__name__
         self.adapter: torch.nn.Module | None = None
@@ -139,11 +168,13 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
             return self.fp8.linear(x, self.weight, self.bias)
         if self.sequence_parallel or self.allreduce_dgrad:
             plan = _overlap_plan(self.config, self.tp_group, self.layer_name, _operands(self.fp8))
-            # An input that is whole on every rank is a vector a sample: there is nothing to cut.
-            if plan is None or self._takes_all_tokens:
+            if plan is None:
                 return super().forward(x)[0]
+            if self._takes_all_tokens:
+                # An input that is whole on every rank is a vector a sample: nothing to cut.
+                plan = replace(plan, flash=None, calibration=None)
             return column_parallel(x, [self.weight], [self.bias], plan)[0]
-        return F.linear(x, self.weight, self.bias)
+        return _linear(x, self.weight, self.bias, self.config)
 
 
 def project_together(
@@ -189,8 +220,9 @@ class RowParallelLinear(tensor_parallel.RowParallelLinear):
 
     def _multiply(self, x: torch.Tensor, later: LaterRows | None) -> torch.Tensor:
         if platform.group_size(self.tp_group) == 1:
-            multiply = F.linear if self.fp8 is None else self.fp8.linear
-            return multiply(x, self.weight, self.bias)
+            if self.fp8 is not None:
+                return self.fp8.linear(x, self.weight, self.bias)
+            return _linear(x, self.weight, self.bias, self.config)
         plan = _overlap_plan(self.config, self.tp_group, self.layer_name, _operands(self.fp8))
         if plan is not None:
             return row_parallel([x], [self.weight], self.bias, plan, later)
@@ -244,6 +276,8 @@ class JoinedRowParallelLinear(torch.nn.Module):
             return partial + self.fp8_mlp.linear(mlp, self.mlp_weight, None)
         operands = _operands(self.fp8, self.fp8_mlp)
         plan = _overlap_plan(self.config, self.tp_group, self.layer_name, operands)
+        if alone and self.config.gradient_accumulation_fusion:
+            plan = _plan_alone()
         if plan is not None:
             weights = [self.attn_weight, self.mlp_weight]
             return row_parallel([attn, mlp], weights, self.bias, plan, later)

@@ -2,13 +2,11 @@
 """Adaptive layer normalisation: the conditioning vector shifts, scales and gates each block."""
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_leangrpo.models.common.linear import ColumnParallelLinear
+from megatron_leangrpo.models.common.norms import plain_norm
 from megatron_leangrpo.parallel.mappings import gather_features
-
-LAYER_NORM_EPS = 1e-6
 
 
 class Modulation(torch.nn.Module):
@@ -31,7 +29,7 @@ class Modulation(torch.nn.Module):
 
 def modulated_norm(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Layer normalisation of `[s, b, h]` without weights of its own, then scale and shift."""
-    return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=LAYER_NORM_EPS), 1 + scale)
+    return torch.addcmul(shift, plain_norm(x), 1 + scale)
 
 
 def gated_residual(x: torch.Tensor, gate: torch.Tensor, update: torch.Tensor) -> torch.Tensor:

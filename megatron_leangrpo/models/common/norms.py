@@ -1,9 +1,35 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""Layer normalisation in a dtype that may be wider than that of the tokens."""
+"""Layer normalisation, plain or in a dtype that may be wider than that of the tokens."""
+
+import functools
+from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
-from megatron_leangrpo.models.common.modulation import LAYER_NORM_EPS
+from megatron_leangrpo import platform
+
+LAYER_NORM_EPS = 1e-6
+
+
+def plain_norm(x: torch.Tensor) -> torch.Tensor:
+    """Layer normalisation over the last dimension, without weights, in the dtype of `x`."""
+    kernel = _apex_layer_norm()
+    if kernel is not None and x.dtype != torch.float64:
+        return kernel(x, x.shape[-1:], LAYER_NORM_EPS)
+    return F.layer_norm(x, x.shape[-1:], eps=LAYER_NORM_EPS)
+
+
+@functools.cache
+def _apex_layer_norm() -> Callable[..., torch.Tensor] | None:
+    """`fused_layer_norm(x, normalized_shape, eps)` where apex and a GPU are here."""
+    if platform.is_host():
+        return None
+    try:
+        from apex.normalization.fused_layer_norm import fused_layer_norm
+    except ImportError:
+        return None
+    return fused_layer_norm
 
 
 def scaled_norm(
