@@ -43,10 +43,7 @@ def recipe(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def straight(recipe, tmp_path_factory) -> Path:
-    run = tmp_path_factory.mktemp("straight") / "run"
-    tiny.train_command(recipe, [f"--output={run}"])
-    platform.destroy_distributed()
-    return run
+    return tiny.finished_run(recipe, tmp_path_factory.mktemp("straight") / "run")
 
 
 def test_the_run_goes_on_and_what_is_written_is_as_it_was(recipe, straight, tmp_path):

@@ -40,10 +40,7 @@ def recipe(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def run(recipe, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "first"
-    tiny.train_command(recipe, [f"--output={folder}"])
-    platform.destroy_distributed()
-    return folder
+    return tiny.finished_run(recipe, tmp_path_factory.mktemp("runs") / "first")
 
 
 def evaluate(recipe: str, output: Path, *checkpoints: Path | str) -> dict[str, Any]:

@@ -40,10 +40,7 @@ def recipe(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def run(recipe, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("run") / "run"
-    tiny.train_command(recipe, [f"--output={folder}"])
-    platform.destroy_distributed()
-    return folder
+    return tiny.finished_run(recipe, tmp_path_factory.mktemp("run") / "run")
 
 
 def test_exports_come_at_the_interval_and_at_the_end_with_their_checkpoints(run):

@@ -236,6 +236,13 @@ def write_recipe(config: RunConfig, folder: Path, name: str = "recipe") -> str:
     return str(path)
 
 
+def finished_run(recipe: str, folder: Path) -> Path:
+    """`leangrpo train` into a new folder, which is returned; the world is gone afterwards."""
+    train_command(recipe, [f"--output={folder}"])
+    platform.destroy_distributed()
+    return folder
+
+
 def train_command(
     recipe: str, overrides: Sequence[str] = (), killed_in: int | None = None
 ) -> list[list[tuple[int, str]]]:
