@@ -2,10 +2,13 @@
 """Rewards by name, and their weighted sum."""
 
 import difflib
-import importlib
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -66,25 +69,45 @@ def reward_names() -> list[str]:
 
 
 def make_reward(name: str, settings: ModelSettings | None = None) -> Reward:
-    """Build one reward; `package.module:factory` imports a reward from outside the package."""
+    """Build one reward.
+
+    `package.module:name` or `path/to/file.py:name` is one from outside the package: a factory, or a
+    function of (images, prompts, metadata) that is the reward itself.
+    """
     if ":" in name:
-        module, _, attribute = name.partition(":")
+        module, _, attribute = name.rpartition(":")
         try:
-            factory = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
+            found = getattr(_import(module), attribute)
+        except Exception as error:
             raise ValueError(
-                f"reward.weights: reward {name!r} cannot be imported: {error}"
+                f"reward.weights: reward {name!r} cannot be imported: "
+                f"{type(error).__name__}: {error}"
             ) from error
-        return _call(factory, settings)
+        if "images" in inspect.signature(found).parameters:
+            return found
+        return _call(found, settings)
     known = reward_names()
     if name not in _FACTORIES:
         closest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"; did you mean {closest[0]!r}?" if closest else ""
         raise ValueError(
             f"reward.weights: unknown reward {name!r}{hint}; known: {', '.join(known)}, "
-            "or package.module:factory"
+            "package.module:name or file.py:name"
         )
     return _call(_FACTORIES[name], settings)
+
+
+def _import(module: str) -> ModuleType:
+    """A module by its name, or by the path of its file."""
+    if not module.endswith(".py"):
+        return importlib.import_module(module)
+    path = Path(module).expanduser().resolve()
+    spec = importlib.util.spec_from_file_location(f"reward file {path}", path)
+    loaded = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up here.
+    sys.modules[spec.name] = loaded
+    spec.loader.exec_module(loaded)
+    return loaded
 
 
 def _call(factory: Factory, settings: ModelSettings | None) -> Reward:

@@ -69,6 +69,44 @@ def test_reward_outside_the_package_is_imported_by_path():
         make_reward("no_such_module:Reward")
 
 
+OWN_FILE = """
+import dataclasses
+
+@dataclasses.dataclass
+class Scaled:
+    factor: float = 2.0
+    def __call__(self, images, prompts, metadata):
+        return self.factor * score(images, prompts, metadata)
+
+def score(images, prompts, metadata):
+    return images.mean((1, 2, 3))
+"""
+
+
+def test_one_python_file_is_a_reward(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN_FILE)
+    weights = {"own.py:score": 1.0, f"{tmp_path}/own.py:Scaled": 0.5}
+    total = build_reward(weights)(IMAGES, PROMPTS, METADATA).total
+    torch.testing.assert_close(total, 2 * IMAGES.mean((1, 2, 3)).double())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none.py:score", "FileNotFoundError"),
+        ("broken.py:score", "SyntaxError"),
+        ("empty.py:score", "AttributeError.*score"),
+    ],
+)
+def test_a_file_without_the_reward_is_named(tmp_path, monkeypatch, name, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text("def score(:")
+    (tmp_path / "empty.py").write_text("")
+    with pytest.raises(ValueError, match=f"reward '{name}' cannot be imported: {message}"):
+        make_reward(name)
+
+
 def test_verdicts_are_combined_with_and():
     parts = {
         "a": lambda *_: RewardScores(torch.ones(3), torch.tensor([True, True, False])),
