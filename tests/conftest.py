@@ -28,10 +28,13 @@ REPEATED_SLOWLY = (
     "benchmarks/test_benchmarks.py::test_without_jagg",
     "checkpoint/test_resume.py::test_a_damaged_newest_checkpoint_is_named_and_the_one_before_continues[dp",
     "checkpoint/test_resume.py::test_a_killed_run_resumes_bit_for_bit[alone, bfloat16",
+    "checkpoint/test_resume.py::test_a_killed_run_resumes_bit_for_bit[adapters, pp",
     "checkpoint/test_resume.py::test_a_run_resumes_in_another_layout[adapters",
     "checkpoint/test_resume.py::test_a_run_resumes_in_another_layout[alone-cp",
     "checkpoint/test_resume.py::test_a_run_resumes_in_another_layout[dp",
+    "checkpoint/test_resume.py::test_a_run_resumes_in_another_layout[tp 2-pp",
     "checkpoint/test_resume.py::test_a_run_resumes_in_another_layout[tp 2-tp 4",
+    "checkpoint/test_resume.py::test_adapters_of_all_stages_are_exported",
     "checkpoint/test_saving.py::test_a_run_resumes_from_the_newest_whole_checkpoint"
     "_and_says_what_it_passed_over[_copied_away",
     "checkpoints_tools/test_round_trip.py::test_an_import_loads_at_every_tensor_parallel_size[1-4",

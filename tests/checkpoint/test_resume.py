@@ -13,6 +13,7 @@ from unittest import mock
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron_leangrpo import platform
 from megatron_leangrpo.checkpoint.store import newest_valid
@@ -44,7 +45,9 @@ LAYOUTS = {
     "tp 2": (2, ["--parallel.tensor_model_parallel_size=2"]),
     "tp 4": (4, ["--parallel.tensor_model_parallel_size=4"]),
     "cp 2": (2, ["--parallel.context_parallel_size=2"]),
+    "pp 2": (2, ["--parallel.pipeline_model_parallel_size=2"]),
     "adapters": (1, ["--lora.rank=2"]),
+    "adapters, pp 2": (2, ["--lora.rank=2", "--parallel.pipeline_model_parallel_size=2"]),
     "adapters, tp 2": (2, ["--lora.rank=2", "--parallel.tensor_model_parallel_size=2"]),
 }
 BIT_FOR_BIT = [layout for layout in LAYOUTS if layout not in ("tp 4", "cp 2", "adapters")]
@@ -163,6 +166,9 @@ def test_a_killed_run_resumes_bit_for_bit(train, straight, killed, tmp_path, lay
         ("tp 2", "tp 4"),
         ("alone", "cp 2"),
         ("cp 2", "tp 2"),
+        ("pp 2", "alone"),
+        ("tp 2", "pp 2"),
+        ("adapters, tp 2", "adapters, pp 2"),
         ("dp 2", "alone"),
         ("adapters, tp 2", "adapters"),
     ],
@@ -173,6 +179,14 @@ def test_a_run_resumes_in_another_layout(train, straight, killed, tmp_path, befo
     platform.initialize_distributed()
     assert tiny.worst(final_weights(run), final_weights(expected))[0] < BETWEEN_LAYOUTS
     platform.destroy_distributed()
+
+
+def test_adapters_of_all_stages_are_exported(straight):
+    own, expected = (
+        load_file(straight(layout) / "export/step_000004/pytorch_lora_weights.safetensors")
+        for layout in ("adapters, pp 2", "adapters")
+    )
+    assert tiny.worst(own, expected)[0] < BETWEEN_LAYOUTS
 
 
 def test_adapters_continue_on_the_base_they_were_trained_on_only(train, killed, tmp_path):
