@@ -13,6 +13,7 @@ from megatron_leangrpo.grpo.config_checks import check_training
 from megatron_leangrpo.grpo.experiment import check_schedule, objective_config
 from megatron_leangrpo.grpo.fp8 import check_fp8_training
 from megatron_leangrpo.grpo.inputs import check_parts, check_prompts, latent_geometry, read_prompts
+from megatron_leangrpo.grpo.pipeline_facts import describe_stages, few_waves
 from megatron_leangrpo.grpo.placement import Group, check_placement, place
 from megatron_leangrpo.grpo.planning import resolve_auto
 from megatron_leangrpo.grpo.rollout import RolloutSettings
@@ -103,7 +104,7 @@ def check_and_describe(
         **_describe_adapters(config, architecture),
         "layout": f"{world} rank{'s' if world > 1 else ''}: tensor parallel {tp}, "
         + (f"context parallel {cp}, " if cp > 1 else "")
-        + (f"pipeline parallel {pp} (blocks {_split(architecture)}), " if pp > 1 else "")
+        + describe_stages(architecture)
         + f"data parallel {dp}",
         **_describe_size(config, checked),
         "steps": f"{config.sampling.num_steps}, of which {trained_steps} are "
@@ -122,17 +123,13 @@ def check_and_describe(
     console.facts(f"{config.recipe}", facts)
     if config.grpo.schedule == "jagg" and not left_out:
         console.warning(_why_nothing_is_left_out(config))
+    few = few_waves(config, dp)
+    if few is not None:
+        console.warning(few)
     scale = config.model.guidance_scale
     if architecture.guidance_scale is None and scale != ModelConfig().guidance_scale:
         console.warning(f"model.guidance_scale = {scale:g} is ignored: this model takes none")
     return config
-
-
-def _split(architecture: Architecture) -> str:
-    """Blocks of each stage."""
-    settings = architecture.config
-    stages = range(settings.pipeline_model_parallel_size)
-    return " + ".join(str(len(settings.stage(n).blocks)) for n in stages)
 
 
 def _backwards_left_out(config: RunConfig, checked: CheckedRun, dp_size: int) -> float:

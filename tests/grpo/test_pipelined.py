@@ -6,9 +6,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_leangrpo import platform
+from megatron_leangrpo.conditioning.prompts import Prompt
 from megatron_leangrpo.models.flux.config import PRESETS
 from megatron_leangrpo.models.wan.config import PRESETS as WAN_PRESETS
+from megatron_leangrpo.pipeline.order import graphs_in_flight, phases, same_windows
 from tests.grpo import tiny
 
 PRESETS["flux_of_four"] = lambda **o: tiny.flux_smallest(
@@ -172,3 +176,78 @@ def test_stages_go_with_every_other_kind_of_parallelism(run_ranks, prompts, whol
     settings = {"pipeline_model_parallel_size": 2, **settings}
     for found in run_ranks(ranks, gradients, prompts, case, **settings):
         check(found, whole(case))
+
+
+def trace(prompts: str, schedule: str) -> tuple[list, int]:
+    """What this stage did in an iteration, and how many graphs it kept at once."""
+    config = tiny.tiny_config(
+        prompts,
+        **tiny.merged(
+            FLUX,
+            {
+                "grpo": {"micro_batch_size": 1, "placement": "local"},
+                "parallel": {"pipeline_model_parallel_size": 2, "pipeline_waves_in_flight": 4},
+            },
+        ),
+    )
+    runner = tiny.start(config).runner(schedule)
+    runner.run(0, [Prompt(0, "one")])
+    return runner.passes.driver.done, runner.passes.driver.most_kept
+
+
+@pytest.mark.parametrize("schedule", ["replay", "retain", "reweight"])
+def test_stages_do_what_the_order_says_and_keep_as_many_graphs_as_it_counts(
+    run_ranks, prompts, schedule
+):
+    trained = range(3)
+    planned = phases(schedule, 2, 4, same_windows(4, trained))
+    for stage, (done, kept) in enumerate(run_ranks(2, trace, prompts, schedule)):
+        assert done == [op for phase in planned for op in phase.programs[stage]]
+        assert kept == graphs_in_flight(schedule, 2, stage, 4, len(trained))
+
+
+def spoilt(prompts: str) -> str:
+    config = tiny.merged(FLUX, {"parallel": {"pipeline_model_parallel_size": 2}})
+    experiment = tiny.start(tiny.tiny_config(prompts, **config))
+    if platform.pp_rank() == 0:
+        with torch.no_grad():
+            experiment.policy.model.img_in.weight.fill_(torch.nan)
+    try:
+        tiny.first_gradient(experiment, "retain")
+    except FloatingPointError as error:
+        return str(error)
+    return ""
+
+
+def test_latents_that_are_not_finite_end_every_stage_alike(run_ranks, prompts):
+    for message in run_ranks(2, spoilt, prompts):
+        assert "not finite after sampling step 0 of 4" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--parallel.pipeline_model_parallel_size=5"], "valid values: 1 to 4"),
+        (
+            ["--parallel.pipeline_model_parallel_size=2", "--parallel.pipeline_split=[1, 2]"],
+            "parallel.pipeline_split",
+        ),
+        (
+            ["--parallel.pipeline_model_parallel_size=2", "--grpo.reference_offload=true"],
+            "grpo.reference_offload",
+        ),
+        (["--parallel.pipeline_model_parallel_size=0"], "parallel.pipeline_model_parallel_size"),
+        (["--parallel.pipeline_waves_in_flight=-1"], "parallel.pipeline_waves_in_flight"),
+    ],
+)
+def test_a_pipeline_that_cannot_be_is_refused_by_name(leangrpo, arguments, expected):
+    leangrpo.refuses([expected], "train", "flux_tiny", "--dry-run", *arguments)
+
+
+def test_too_few_waves_are_said_with_what_they_cost(leangrpo):
+    stages = "--parallel.pipeline_model_parallel_size=4"
+    few = leangrpo("train", "flux_tiny", "--dry-run", stages)
+    assert few.status == 0 and "pipeline parallel 4 (blocks 1 + 1 + 1 + 1)" in few.out
+    assert "2 trajectories are in flight on 4 pipeline stages" in few.out + few.err
+    enough = leangrpo("train", "flux_tiny", "--dry-run", stages, "--grpo.micro_batch_size=30")
+    assert enough.status == 0 and "in flight on" not in enough.out + enough.err
