@@ -131,13 +131,17 @@ def _companions(config: RunConfig, architecture: Architecture) -> Companions:
     """Bytes of what a pipeline holds besides its transformer.
 
     Those of its files where it is on this machine, as published where it is only named; a run
-    without a base has none.
+    without a base has none. With a cache of embeddings the text encoders are freed before the
+    transformer is loaded.
     """
     if architecture.base is not None:
         dtype = 2 if config.model.dtype == "bfloat16" else 4
         encoders = sum(_numbers(f) for f in architecture.base.glob("text_encoder*"))
-        return Companions(encoders * dtype, _numbers(architecture.base / "vae") * dtype)
-    return Companions() if config.model.base is None else architecture.family.companions
+        found = Companions(encoders * dtype, _numbers(architecture.base / "vae") * dtype)
+    else:
+        found = Companions() if config.model.base is None else architecture.family.companions
+    cached = config.prompts.embedding_cache is not None
+    return dataclasses.replace(found, text_encoders=0) if cached else found
 
 
 def _numbers(folder: Path) -> int:

@@ -69,6 +69,14 @@ def test_flux_at_512_keeps_its_graphs_on_h100_nodes(tmp_path):
     assert output.getvalue().count("TP ") < len(rows)
 
 
+def test_encoders_are_not_counted_where_embeddings_are_cached(tmp_path):
+    with_encoders = planned("flux_dev_flowgrpo", *FLUX)
+    without = planned("flux_dev_flowgrpo", *FLUX, f"--prompts.embedding_cache={tmp_path}")
+    assert "text encoders 9.1 GiB" in with_encoders
+    assert "text encoders" not in without
+    assert "codec 0.2 GiB" in without
+
+
 def test_flux_with_adapters_weighs_their_small_gradients_afterwards():
     text = planned("flux_dev_flowgrpo", *FLUX[:-1])
     # Flow-GRPO's adapters: 179 306 496 numbers, of which a copy is 0.7 GiB.
