@@ -14,6 +14,7 @@ from megatron_leangrpo.grpo.inputs import latent_geometry
 from megatron_leangrpo.grpo.rollout import RolloutSettings
 from megatron_leangrpo.models.common.shape import Companions
 from megatron_leangrpo.planner import gpus
+from megatron_leangrpo.planner.blocks import Packing
 from megatron_leangrpo.planner.selector import Candidate, Choice, candidates, choose
 from megatron_leangrpo.planner.workload import Batch, Jagg, Ranks, Workload
 
@@ -44,9 +45,18 @@ def workload_of(config: RunConfig, architecture: Architecture) -> Workload:
         trainable=None if adaptation is None else adaptation.num_parameters,
         steps_chosen_singly=_chosen_singly(config),
         pipeline_split=model.pipeline_split,
+        packing=_packing(config),
         jagg=Jagg(grpo.jagg_on, grpo.jagg_window, grpo.jagg_frac),
         companions=_companions(config, architecture),
     )
+
+
+def _packing(config: RunConfig) -> Packing | None:
+    fp8 = config.fp8
+    if fp8.recipe == "none":
+        return None
+    block, scale = {"blockwise": (128, 4), "mxfp8": (32, 1)}.get(fp8.recipe, (None, 4))
+    return Packing(block, scale, fp8.first_last_blocks_bf16)
 
 
 def batches_of(config: RunConfig) -> Callable[[Ranks], Batch]:

@@ -1,7 +1,7 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """What the graph of one forward of a transformer holds, and how high its backward goes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_leangrpo.models.common.shape import TransformerShape
@@ -81,7 +81,14 @@ def forward_cost(shape: TransformerShape, layout: Layout) -> ForwardCost:
 
 def _tapes(shape: TransformerShape, layout: Layout) -> list[tuple[Tape, bool]]:
     """The tapes of all blocks in order, and of the output if it is here, which alone is True."""
-    tapes: list[tuple[Tape, bool]] = []
-    for kind, count in shape.blocks:
-        tapes += [(block_tape(kind, shape, layout), False)] * count
-    return [*tapes, (output_tape(shape, layout), True)] if shape.is_last else tapes
+    ends = layout.packing.ends if layout.packing else 0
+    plain = replace(layout, packing=None)
+    kinds, tapes = shape.kinds, {}
+    found: list[tuple[Tape, bool]] = []
+    for number, kind in enumerate(kinds):
+        at_end = shape.is_first and number < ends
+        at_end |= shape.is_last and number >= len(kinds) - ends
+        if (kind, at_end) not in tapes:
+            tapes[kind, at_end] = block_tape(kind, shape, plain if at_end else layout)
+        found.append((tapes[kind, at_end], False))
+    return [*found, (output_tape(shape, plain), True)] if shape.is_last else found

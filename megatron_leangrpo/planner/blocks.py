@@ -6,9 +6,28 @@ Each method stands for a node or two of `models/common`: what it keeps is what a
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_leangrpo.models.common.shape import TransformerShape
 from megatron_leangrpo.planner.tape import Tape
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How linears in FP8 keep their inputs for the backward: a byte a number, and scales."""
+
+    block: int | None
+    """Numbers of a row that share a scale; None: all numbers do."""
+    scale: int
+    """Bytes of a scale."""
+    ends: int = 0
+    """Blocks at either end of the model that are not in FP8."""
+
+    def row(self, features: int, alone: bool) -> int:
+        """Bytes of a row; `alone` on one rank, where a scale of all numbers is kept once."""
+        if self.block is None:
+            return features if alone else features + self.scale
+        return features + self.scale * -(-features // self.block)
 
 
 @dataclass(frozen=True)
@@ -23,6 +42,8 @@ class Layout:
     sequence_parallel: bool = True
     selective: bool = False
     """Attention is recomputed in the backward."""
+    packing: Packing | None = None
+    """Of linears whose weights are trained in FP8."""
 
     @property
     def wide(self) -> int:
@@ -56,6 +77,7 @@ class BlockWriter:
         self.heads_inside = -(-self.own_heads // layout.context_parallel)
         self.inside = self.heads_inside * (shape.hidden // shape.heads)
         self.vector = self.rows(1, shape.hidden)
+        self._packed: set[str] = set()
 
     def rows(self, tokens: int, features: int) -> int:
         """Bytes of `[tokens, b, features]`."""
@@ -126,8 +148,8 @@ class BlockWriter:
     def gather(self, x: str, *streams: int) -> str:
         """All tokens of streams, for several column-parallel products."""
         layout = self.layout
-        if layout.tensor_parallel == 1:
-            return x
+        if layout.tensor_parallel == 1 or layout.packing is not None:
+            return x  # Packed rows are gathered in the linears' own node.
         size = self.whole(*streams)
         if layout.sequence_parallel:
             return self.tape.add("gathered", size, [x], sent=self.sent(size))
@@ -136,13 +158,14 @@ class BlockWriter:
 
     def column(self, x: str, features: int, *streams: int, gathered: bool = False) -> str:
         """A column-parallel linear to this rank's `features`; a `gathered` x is whole already."""
-        communicates = self.layout.tensor_parallel > 1 and not gathered
+        communicates = self.layout.tensor_parallel > 1
+        communicates &= not gathered or self.layout.packing is not None
         whole = self.whole(*streams)
         return self.tape.add(
             "column",
             self.rows(self.padded(*streams), features),
             [x],
-            saved=[x],
+            **self._kept(x, self.hidden, self.layout.shard(*streams), together=gathered),
             weight=features * self.hidden * self.layout.width,
             # The gradient of all tokens, before it is summed and scattered.
             scratch=whole if communicates else 0,
@@ -158,7 +181,7 @@ class BlockWriter:
                 "row",
                 whole,
                 [out, x] if out else [x],
-                saved=[x],
+                **self._kept(x, features, self.padded(*streams)),
                 # A second product is added to the first: their gradients are the sum's.
                 aliases=[out] if out else [],
                 weight=self.hidden * features * self.layout.width,
@@ -169,6 +192,19 @@ class BlockWriter:
         shard = self.stream(*streams)
         reduced = self.tape.add("reduced", shard, [out], sent=self.sent(whole))
         return self.tape.add("biased", shard, [reduced], aliases=[reduced])
+
+    def _kept(self, x: str, features: int, tokens: int, together: bool = False) -> dict[str, Any]:
+        """What a linear keeps of its input `[tokens, features]`.
+
+        Linears that project `together` over ranks keep one packed input.
+        """
+        packing, alone = self.layout.packing, self.layout.tensor_parallel == 1
+        if packing is None:
+            return {"saved": [x]}
+        if together and not alone and x in self._packed:
+            return {}
+        self._packed.add(x)
+        return {"extra": tokens * self.layout.batch * packing.row(features, alone)}
 
     def projected(self, *streams: int) -> int:
         """Tokens that go on from a projection: a rank alone in its context has all, and no pads."""

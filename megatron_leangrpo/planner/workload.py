@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_leangrpo.models.common.shape import Companions, TransformerShape
-from megatron_leangrpo.planner.blocks import Layout
+from megatron_leangrpo.planner.blocks import Layout, Packing
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,8 @@ class Workload:
     """The trajectories of a wave train steps of their own (DanceGRPO)."""
     pipeline_split: tuple[int, ...] | Literal["memory"] | None = None
     """Blocks of each stage; None balances their number, memory their weights."""
+    packing: Packing | None = None
+    """Of the inputs of linears in FP8."""
     jagg: Jagg = field(default_factory=Jagg)
     companions: Companions = field(default_factory=Companions)
 
@@ -118,6 +120,8 @@ class Workload:
             context_parallel=ranks.context,
             sequence_parallel=self.sequence_parallel,
             selective=recompute == "selective",
+            # Adapters keep inputs as they came, and a frozen weight needs none.
+            packing=self.packing if self.trainable is None else None,
         )
 
     @property
