@@ -20,6 +20,8 @@ from megatron_leangrpo.rewards.base import RewardScores, RewardUnavailableError
 from megatron_leangrpo.rewards.connection import Connection, ConnectionSettings, TryAgain
 from megatron_leangrpo.rewards.wire import FORMATS, encode_picture
 
+PROMPTS_AT_ONCE = 1000
+
 
 @dataclass(frozen=True)
 class RemoteSettings(ConnectionSettings):
@@ -46,6 +48,16 @@ class RewardServer(Connection):
     def score(self, reward: str, request: dict[str, Any]) -> RewardScores:
         """Send pictures, prompts and metadata and return their scores."""
         return self.with_retries(lambda end: self._score_once(reward, request, end))
+
+    def check_prompts(self, request: dict[str, Any]) -> str | None:
+        """What the server's reward says is wrong with prompts."""
+        try:
+            body = json.dumps(request, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise RuntimeError(f"metadata that JSON cannot carry: {error}") from error
+        answer = self.with_retries(lambda end: self.request("POST", "prompts", end, body))
+        problem = answer.get("problem")
+        return None if problem is None else str(problem)
 
     def _score_once(self, reward: str, request: dict[str, Any], end: float) -> RewardScores:
         left = max(end - time.monotonic(), 0.001)
@@ -85,9 +97,24 @@ class RemoteReward:
         return bool(self._described()[0].get("takes_videos", False))
 
     def validate(self, prompts: Sequence[Any], source: object) -> None:
-        """Raise ValueError if the server cannot be reached or has no such reward."""
+        """Raise ValueError if there is no such server or reward, or for what it cannot score."""
         try:
-            self.verdict = self._described()[0].get("verdict")
+            described = self._described()[0]
+            self.verdict = described.get("verdict")
+            if not described.get("checks_prompts"):
+                return
+            for start in range(0, len(prompts), PROMPTS_AT_ONCE):
+                some = prompts[start : start + PROMPTS_AT_ONCE]
+                request = {
+                    "reward": self.name,
+                    "source": str(source),
+                    "lines": [prompt.id for prompt in some],
+                    "prompts": [prompt.text for prompt in some],
+                    "metadata": [prompt.metadata for prompt in some],
+                }
+                problem = self.server.check_prompts(request)
+                if problem is not None:
+                    raise ValueError(problem)
         except RuntimeError as error:
             url = self.server.settings.url
             raise ValueError(f"reward {self.name!r}, reward.remote.url = {url}: {error}") from error

@@ -1,22 +1,22 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """The HTTP interface of rewards: JSON in, JSON out, nothing is unpickled.
 
-GET /health is open; GET /rewards and POST /score want the bearer token. Every refusal is
-`{"error": {"code": ..., "message": ...}}`.
+GET /health is open; GET /rewards, POST /prompts and POST /score want the bearer token. Every
+refusal is `{"error": {"code": ..., "message": ...}}`.
 """
 
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from torch import Tensor
@@ -24,6 +24,13 @@ from torch import Tensor
 from megatron_leangrpo.rewards.base import Reward, RewardScores
 from megatron_leangrpo.rewards.batching import Batcher, ExpiredError, Job
 from megatron_leangrpo.rewards.registry import takes_videos
+from megatron_leangrpo.rewards.requests import (
+    ApiError,
+    Picture,
+    PromptsRequest,
+    ScoreRequest,
+    read_request,
+)
 from megatron_leangrpo.rewards.wire import decode_picture
 
 BODY_SECONDS = 60.0
@@ -42,44 +49,6 @@ class Limits:
     """Of all images of a request together."""
     max_batch: int = 64
     """Images of several requests scored in one call."""
-
-
-class ApiError(Exception):
-    """A refusal with its HTTP status and code."""
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status, self.code, self.message = status, code, message
-
-    def response(self) -> JSONResponse:
-        """The refusal as JSON."""
-        headers = {"Retry-After": "1"} if self.status == 429 else None
-        content = {"error": {"code": self.code, "message": self.message}}
-        return JSONResponse(content, status_code=self.status, headers=headers)
-
-
-class Picture(BaseModel):
-    """One image, as `wire.encode_picture` writes it."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-    format: Literal["png", "float32"]
-    height: Annotated[int, Field(gt=0)]
-    width: Annotated[int, Field(gt=0)]
-    data: str
-
-
-class ScoreRequest(BaseModel):
-    """The body of POST /score; `id` comes back in the answer."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-    id: Annotated[str, Field(max_length=64)]
-    reward: str
-    pictures: Annotated[list[Picture], Field(min_length=1)]
-    frames: Annotated[int, Field(gt=0)] | None = None
-    """Pictures that make up each video, for rewards of videos."""
-    prompts: list[str]
-    metadata: list[dict[str, Any]]
-    timeout_seconds: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 
 
 def create_app(
@@ -107,6 +76,7 @@ def create_app(
     )
     app.add_api_route("/health", service.health, methods=["GET"])
     app.add_api_route("/rewards", service.describe, methods=["GET"])
+    app.add_api_route("/prompts", service.check_prompts, methods=["POST"])
     app.add_api_route("/score", service.score, methods=["POST"], response_model=None)
     return app
 
@@ -135,24 +105,36 @@ class _Service:
                 "pictures": "png" if getattr(reward, "rounds_pixels", False) else "float32",
                 "verdict": getattr(reward, "verdict", None),
                 "takes_videos": takes_videos(reward),
+                "checks_prompts": hasattr(reward, "validate"),
             }
             for name, reward in self.rewards.items()
         }
         return {"rewards": described, "limits": asdict(self.limits)}
 
+    async def check_prompts(self, request: Request) -> dict[str, str | None]:
+        """What is wrong with prompts that a reward could never score; null if nothing is."""
+        with self._admitted(request):
+            body = await self._read(request)
+            return {"problem": await run_in_threadpool(self._problem, body)}
+
     async def score(self, request: Request) -> JSONResponse:
         """Score the pictures of one request."""
-        self._authorize(request)
-        if self.in_flight >= self.limits.max_requests:
-            raise ApiError(429, "queue_full", f"{self.in_flight} requests are in hand already")
-        self.in_flight += 1
-        try:
+        with self._admitted(request):
             body = await self._read(request)
             content, job = await run_in_threadpool(self._parse, body)
             del body
             assert self.batcher is not None
             self.batcher.submit(job)
             return _answer(content, await self._result(job))
+
+    @contextmanager
+    def _admitted(self, request: Request) -> Iterator[None]:
+        self._authorize(request)
+        if self.in_flight >= self.limits.max_requests:
+            raise ApiError(429, "queue_full", f"{self.in_flight} requests are in hand already")
+        self.in_flight += 1
+        try:
+            yield
         finally:
             self.in_flight -= 1
 
@@ -181,13 +163,29 @@ class _Service:
             raise ApiError(408, "slow_body", f"no whole body in {BODY_SECONDS} s") from error
         return bytes(body)
 
-    def _parse(self, body: bytes) -> tuple[ScoreRequest, Job]:
+    def _problem(self, body: bytes) -> str | None:
+        content = read_request(PromptsRequest, body)
+        check = getattr(self._reward(content.reward), "validate", None)
+        if check is None:
+            return None
+        if not len(content.lines) == len(content.prompts) == len(content.metadata):
+            raise ApiError(422, "bad_request", "lines, prompts and metadata differ in number")
+        rows = zip(content.lines, content.prompts, content.metadata, strict=True)
         try:
-            content = ScoreRequest.model_validate_json(body)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-            where = ".".join(map(str, first["loc"])) or "body"
-            raise ApiError(422, "bad_request", f"{where}: {first['msg']}") from error
+            prompts = [SimpleNamespace(id=n, text=text, metadata=more) for n, text, more in rows]
+            check(prompts, content.source)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _reward(self, name: str) -> Reward:
+        if name not in self.rewards:
+            known = ", ".join(self.rewards)
+            raise ApiError(404, "unknown_reward", f"no reward {name!r}; known: {known}")
+        return self.rewards[name]
+
+    def _parse(self, body: bytes) -> tuple[ScoreRequest, Job]:
+        content = read_request(ScoreRequest, body)
         self._check(content)
         job = Job(
             content.reward,
@@ -201,10 +199,7 @@ class _Service:
     def _check(self, content: ScoreRequest) -> None:
         """Raise ApiError for what could not be scored, before any picture is decoded."""
         pictures, limits = content.pictures, self.limits
-        if content.reward not in self.rewards:
-            known = ", ".join(self.rewards)
-            raise ApiError(404, "unknown_reward", f"no reward {content.reward!r}; known: {known}")
-        wants_videos = takes_videos(self.rewards[content.reward])
+        wants_videos = takes_videos(self._reward(content.reward))
         if wants_videos != (content.frames is not None):
             wanted = "videos: frames must be set" if wants_videos else "pictures: no frames"
             raise ApiError(422, "bad_request", f"{content.reward} scores {wanted}")

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 
+from megatron_leangrpo.conditioning.prompts import Prompt
 from megatron_leangrpo.config import RemoteRewardConfig, RewardConfig
 from megatron_leangrpo.rewards import RewardScores, WeightedReward, build_reward, make_reward
 from megatron_leangrpo.rewards.base import RewardUnavailableError
@@ -96,6 +97,11 @@ def body(images=IMAGES, picture_format="png", **changes):
     return json.dumps(request | changes)
 
 
+def prompts(**changes):
+    row = {"reward": "color_shape", "source": "p.txt", "lines": [0]}
+    return json.dumps({**row, "prompts": ["a red circle"], "metadata": [{}], **changes})
+
+
 @pytest.fixture(scope="module")
 def url():
     rewards = {"fingerprint": Fingerprint(), "rounded": Rounded(), "raises": Raises()}
@@ -133,6 +139,7 @@ def test_health_is_open_and_everything_else_wants_the_token(monkeypatch):
             for answer in (
                 httpx.get(f"{address}/rewards", headers=headers),
                 httpx.post(f"{address}/score", headers=headers, content=body()),
+                httpx.post(f"{address}/prompts", headers=headers, content=prompts()),
             ):
                 assert answer.status_code == 401
                 assert answer.json()["error"]["code"] == "unauthorized"
@@ -141,6 +148,21 @@ def test_health_is_open_and_everything_else_wants_the_token(monkeypatch):
         monkeypatch.setenv("MY_TOKEN", TOKEN)
         allowed = client("fingerprint", address, token_variable="MY_TOKEN")
         assert len(allowed(IMAGES, PROMPTS, METADATA).scores) == 5
+
+
+BAD_PROMPTS = {
+    "not JSON": ("{", 422, "bad_request"),
+    "count": (prompts(lines=[0, 1]), 422, "bad_request"),
+    "kind": (prompts(lines=["0"]), 422, "bad_request"),
+    "reward": (prompts(reward="other"), 404, "unknown_reward"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PROMPTS)
+def test_malformed_questions_about_prompts_are_refused_with_a_code(url, case):
+    content, status, code = BAD_PROMPTS[case]
+    answer = httpx.post(f"{url}/prompts", content=content)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
 
 
 PNG = [encode_picture(IMAGES[0], "png")]
@@ -291,6 +313,21 @@ def test_a_server_that_is_gone_fails_the_batch_once_and_names_itself():
 def test_a_reward_the_server_does_not_have_is_refused_before_the_run(url):
     with pytest.raises(ValueError, match=r"no reward 'hpsv3'.*it serves fingerprint"):
         client("hpsv3", url).validate([], "p.txt")
+
+
+def test_prompts_are_checked_by_the_server_before_the_run(url):
+    good, bad = Prompt(0, "a red circle"), Prompt(1500, "a thing")
+    many = [good] * 1500
+    client("color_shape", url).validate([good], "p.txt")
+    client("fingerprint", url).validate([bad], "p.txt")
+    with pytest.raises(ValueError) as there:
+        client("color_shape", url).validate([*many, bad], "p.txt")
+    with pytest.raises(ValueError) as here:
+        make_reward("color_shape").validate([*many, bad], "p.txt")
+    assert str(there.value) == str(here.value)
+    assert "p.txt:1501" in str(here.value)
+    with pytest.raises(ValueError, match=r"'color_shape'.*metadata that JSON cannot carry"):
+        client("color_shape", url).validate([Prompt(0, "a red circle", {"when": time})], "p.txt")
 
 
 @pytest.mark.parametrize(
