@@ -18,7 +18,11 @@ from megatron_leangrpo.checkpoint.saving import CheckpointSaver
 from megatron_leangrpo.checkpoint.store import step_folder
 from megatron_leangrpo.checkpoint.training import TrainingState, load_checkpoint, load_weights
 from megatron_leangrpo.config import OptimizerConfig
-from megatron_leangrpo.grpo.data_parallel import wrap_data_parallel, zero_gradients
+from megatron_leangrpo.grpo.data_parallel import (
+    wrap_data_parallel,
+    wrappers_of,
+    zero_gradients,
+)
 from megatron_leangrpo.grpo.ema import WeightAverage
 from megatron_leangrpo.grpo.optimization import Optimization, build_optimization
 from megatron_leangrpo.models.common.lora import (
@@ -34,8 +38,8 @@ from megatron_leangrpo.models.common.weights import (
     load_full_tensors,
     shard_dim,
 )
+from megatron_leangrpo.models.experts import Experts, rules_of_experts
 from megatron_leangrpo.models.families import model_family
-from megatron_leangrpo.models.flux.config import to_diffusers_config
 from megatron_leangrpo.models.loading import load_transformer_folder
 from tests.checkpoints_tools import published
 from tests.models import wan_parity
@@ -63,7 +67,7 @@ class Run:
     optimization: Optimization
     average: WeightAverage
     rules: list
-    adapted: bool
+    trained: str
 
     @property
     def state(self) -> TrainingState:
@@ -72,7 +76,6 @@ class Run:
             self.optimization.optimizer,
             self.optimization.scheduler,
             self.average.values,
-            transformer_config=to_diffusers_config(self.model.flux_config),
         )
 
     def train(self, first: int) -> list[float]:
@@ -84,14 +87,15 @@ class Run:
                 for name, parameter in self.model.named_parameters():
                     if parameter.requires_grad:
                         parameter.main_grad.copy_(_gradient(name, parameter, step))
-            self.wrapped.finish_grad_sync()
+            for wrapper in wrappers_of(self.wrapped):
+                wrapper.finish_grad_sync()
             norms.append(self.optimization.step()["grad_norm"])
             self.average.update(self.model, step)
         return norms
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All that is trained and its average, from all ranks."""
-        rules = adapter_rules(self.model) if self.adapted else self.rules
+        rules = adapter_rules(self.model) if self.trained == "adapters" else self.rules
         values = {id(p): self.average.values.get(n) for n, p in self.model.named_parameters()}
         averages = full_tensors(self.model, rules, lambda parameter: values[id(parameter)])
         live = full_tensors(self.model, rules)
@@ -107,20 +111,24 @@ def _gradient(name: str, parameter: torch.nn.Parameter, step: int) -> torch.Tens
     return own / platform.dp_size()
 
 
-def _build(layout: Layout, distributed: bool, adapted: bool, dtype=torch.float32) -> Run:
+def _build(layout: Layout, distributed: bool, trained: str, dtype=torch.float32) -> Run:
     tensor, stages = layout
     platform.initialize_distributed(tensor, pipeline_model_parallel_size=stages)
-    config = small_config(
-        hidden_size=32,
-        axes_dims_rope=(2, 2, 4),
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=stages,
-        params_dtype=dtype,
-    )
-    family = model_family("flux")
-    model, rules = family.build(config), family.weight_rules(config)
+    sizes = {
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": stages,
+        "params_dtype": dtype,
+    }
+    if trained == "experts":
+        family, config = model_family("wan"), wan_parity.text_to_video(num_layers=4, **sizes)
+        rules = rules_of_experts(family.weight_rules(config), ("transformer", "transformer_2"))
+        model = Experts(family.build(config), family.build(config), boundary=0.5)
+    else:
+        config = small_config(hidden_size=32, axes_dims_rope=(2, 2, 4), **sizes)
+        family = model_family("flux")
+        model, rules = family.build(config), family.weight_rules(config)
     initialise(model, rules, seed=0)
-    if adapted:
+    if trained == "adapters":
         attach_adapters(model, rules, ADAPTED)
         initialise_adapters(model, seed=0)
     wrapped = wrap_data_parallel(model, distributed)
@@ -128,14 +136,14 @@ def _build(layout: Layout, distributed: bool, adapted: bool, dtype=torch.float32
     settings = OptimizerConfig(lr=1e-2, clip_grad=0.5, use_distributed_optimizer=distributed)
     optimization = build_optimization(wrapped, settings, total_updates=100)
     average = WeightAverage(model, cap=0.9, interval=1)
-    return Run(model, wrapped, optimization, average, rules, adapted)
+    return Run(model, wrapped, optimization, average, rules, trained)
 
 
-def _chain(layouts: list[Layout], folder: str, distributed: bool, adapted: bool, dtype):
+def _chain(layouts: list[Layout], folder: str, distributed: bool, trained: str, dtype):
     """Train at one layout after the other, each from the checkpoint of the one before it."""
     results = []
     for number, layout in enumerate(layouts):
-        run = _build(layout, distributed, adapted, dtype)
+        run = _build(layout, distributed, trained, dtype)
         if number:
             done = load_checkpoint(step_folder(Path(folder), STEPS * number), run.state)
             assert done == STEPS * number
@@ -150,8 +158,8 @@ def _chain(layouts: list[Layout], folder: str, distributed: bool, adapted: bool,
     return results
 
 
-def _straight(count: int, adapted: bool, dtype=torch.float32):
-    run = _build((1, 1), False, adapted, dtype)
+def _straight(count: int, trained: str, dtype=torch.float32):
+    run = _build((1, 1), False, trained, dtype)
     return [(run.train(STEPS * n), run.tensors()) for n in range(count)]
 
 
@@ -160,23 +168,26 @@ CHAIN = [(2, 2), (1, 1), (4, 1), (1, 4), (2, 2)]
 
 @pytest.mark.usefixtures("single_process")
 @pytest.mark.parametrize(
-    ("layouts", "ranks", "distributed", "adapted", "dtype"),
+    ("layouts", "ranks", "distributed", "trained", "dtype"),
     [
-        ([(2, 2), (4, 1), (1, 1)], 4, True, False, torch.float32),
-        (CHAIN, 4, True, True, torch.float32),
-        pytest.param(CHAIN, 4, True, False, torch.float32, marks=pytest.mark.slow),
-        pytest.param(CHAIN, 4, False, False, torch.float32, marks=pytest.mark.slow),
-        pytest.param(CHAIN, 4, False, True, torch.float32, marks=pytest.mark.slow),
-        pytest.param(CHAIN, 4, True, False, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param(CHAIN, 4, False, False, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param([(1, 2), (1, 1)], 2, True, False, torch.float32, marks=pytest.mark.slow),
+        ([(2, 2), (4, 1), (1, 1)], 4, True, "weights", torch.float32),
+        (CHAIN, 4, True, "adapters", torch.float32),
+        pytest.param(
+            [(2, 2), (1, 4), (1, 1)], 4, True, "experts", torch.float32, marks=pytest.mark.slow
+        ),
+        pytest.param(CHAIN, 4, True, "weights", torch.float32, marks=pytest.mark.slow),
+        pytest.param(CHAIN, 4, False, "weights", torch.float32, marks=pytest.mark.slow),
+        pytest.param(CHAIN, 4, False, "adapters", torch.float32, marks=pytest.mark.slow),
+        pytest.param(CHAIN, 4, True, "weights", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(CHAIN, 4, False, "weights", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param([(1, 2), (1, 1)], 2, True, "weights", torch.float32, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_goes_on_at_any_layout_as_if_it_had_never_changed(
-    run_ranks, tmp_path, layouts, ranks, distributed, adapted, dtype
+    run_ranks, tmp_path, layouts, ranks, distributed, trained, dtype
 ):
-    expected = _straight(len(layouts), adapted, dtype)
-    results = run_ranks(ranks, _chain, layouts, str(tmp_path), distributed, adapted, dtype)
+    expected = _straight(len(layouts), trained, dtype)
+    results = run_ranks(ranks, _chain, layouts, str(tmp_path), distributed, trained, dtype)
     # In bfloat16 a master's last bits decide how a weight is rounded.
     tolerance = TOLERANCE if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-4}
     for own in results:
