@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_leangrpo import platform
 from megatron_leangrpo.config import RunConfig
 from megatron_leangrpo.grpo.experiment import Experiment
 from megatron_leangrpo.grpo.memory import peak_allocated_bytes
@@ -17,12 +18,14 @@ from megatron_leangrpo.models.flux.config import PRESETS, FluxConfig, flux_bench
 from megatron_leangrpo.models.wan.config import PRESETS as WAN_PRESETS
 from megatron_leangrpo.models.wan.config import WanConfig, wan_tiny
 from megatron_leangrpo.planner.memory import peak_activations
+from megatron_leangrpo.planner.pipelining import stage_memories
 from megatron_leangrpo.planner.selector import SCHEDULES
 from megatron_leangrpo.planner.workload import Ranks, Workload
 from tests.grpo import tiny
 
 REWARD = "tests.planner.light:LightReward"
 WIDE, NARROW, VIDEO = "flux_planned_wide", "flux_planned_narrow", "wan_planned"
+STAGES, VIDEO_STAGES = "flux_planned_stages", "wan_planned_stages"
 
 
 def _narrow(**overrides: Any) -> FluxConfig:
@@ -43,7 +46,9 @@ def _video(**overrides: Any) -> WanConfig:
 
 
 PRESETS.update({NARROW: _narrow, WIDE: _wide})
+PRESETS[STAGES] = lambda **o: _narrow(**{"num_double_blocks": 3, "num_single_blocks": 5, **o})
 WAN_PRESETS[VIDEO] = _video
+WAN_PRESETS[VIDEO_STAGES] = lambda **o: _video(**{"num_layers": 4, **o})
 
 
 ALONE = Ranks()
@@ -107,6 +112,7 @@ def _config(case: Case, prompts: str) -> RunConfig:
         parallel={
             "tensor_model_parallel_size": case.ranks.tensor,
             "context_parallel_size": case.ranks.context,
+            "pipeline_model_parallel_size": case.ranks.pipeline,
         },
         # Six steps, five of them trained: a window of three and one of two.
         sampling={
@@ -117,7 +123,8 @@ def _config(case: Case, prompts: str) -> RunConfig:
         },
         grpo={
             "prompts_per_iteration": case.prompts,
-            "group_size": 2,
+            # A wave for each stage.
+            "group_size": max(2, case.ranks.pipeline),
             "micro_batch_size": case.micro_batch,
             "kl_beta": case.kl_beta,
             "advantage": case.advantage,
@@ -153,6 +160,21 @@ def measure(case: Case, prompts: str, schedules: Sequence[str] = SCHEDULES) -> d
         copies = buffers.copies_num_bytes / buffers.num_bytes
         needed = batch.moment_copies if name == "reweight" else 0
         peaks[name] = Peak(measured, predicted, copies, needed)
+    return peaks
+
+
+def measure_stage(case: Case, prompts: str, schedules: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Measured and predicted peak of this pipeline stage under every schedule."""
+    experiment, work = start(case, prompts)
+    batch = batches_of(experiment.config)(case.ranks)
+    peaks = {}
+    for name in schedules:
+        runner = experiment.runner(name)
+        runner.run(0, experiment.sampler.batch(0))
+        measured = peak_allocated_bytes(lambda r=runner: r.run(0, experiment.sampler.batch(0)))
+        stages = stage_memories(work, batch, name, case.recompute, case.ranks)
+        stage = stages[platform.pp_rank()]
+        peaks[name] = measured, stage.activations + stage.messages
     return peaks
 
 
