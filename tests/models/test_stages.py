@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from megatron_leangrpo.models.common.weights import (
 )
 from megatron_leangrpo.models.experts import Experts
 from megatron_leangrpo.models.families import model_family
+from megatron_leangrpo.overlap.settings import OverlapSettings
 from megatron_leangrpo.pipeline.order import Item
 from megatron_leangrpo.pipeline.stages import Stage
 from megatron_leangrpo.pipeline.transport import StageTransport, TensorSpec
@@ -63,10 +65,14 @@ CASES = {
     "wan with a picture": ("wan", _wan_with_picture),
     "wan, timesteps per token": ("wan", _wan),
 }
+OVERLAPPED = {
+    "flux, overlapped": ("flux", partial(_flux, overlap=OverlapSettings("flash"))),
+    "wan, overlapped": ("wan", partial(_wan, overlap=OverlapSettings("flash"))),
+}
 
 
 def _inputs(case: str, config):
-    if case == "flux":
+    if case.startswith("flux"):
         return flux_parity.make_inputs(config, dtype=config.params_dtype)
     made = wan_parity.make_inputs(config, per_token="per token" in case)
     return made.to(config.params_dtype)
@@ -171,7 +177,7 @@ def test_two_experts_are_cut_alike_and_each_runs_its_noise_levels():
 
 def _on_ranks(case: str, weights, layout: tuple[int, int, int], split: tuple[int, ...]):
     """The velocity of a pipeline and, in the same layout without one; all gradients."""
-    name, make = CASES[case]
+    name, make = (CASES | OVERLAPPED)[case]
     family, (tensor, context, stages) = model_family(name), layout
     sizes = {
         "tensor_model_parallel_size": tensor,
@@ -237,15 +243,18 @@ def _forward_and_backward(model, inputs, options) -> torch.Tensor | None:
         pytest.param("flux", (1, 1, 3), (1, 3, 1), marks=pytest.mark.slow),
         pytest.param("flux", (1, 1, 4), (2, 1, 1, 1), marks=pytest.mark.slow),
         pytest.param("flux", (1, 2, 2), (4, 1), marks=pytest.mark.slow),
+        pytest.param("flux, overlapped", (2, 1, 2), (4, 1), marks=pytest.mark.slow),
+        pytest.param("wan, overlapped", (1, 2, 2), (1, 3), marks=pytest.mark.slow),
         pytest.param("wan", (2, 1, 2), (3, 1), marks=pytest.mark.slow),
         pytest.param("wan, timesteps per token", (2, 1, 2), (1, 3), marks=pytest.mark.slow),
         pytest.param("wan, timesteps per token", (1, 2, 2), (2, 2), marks=pytest.mark.slow),
     ],
 )
 def test_stages_on_ranks_are_the_model_of_their_layout(run_ranks, case, layout, split):
-    whole, _, _ = _whole(case)
-    config = CASES[case][1]()
-    rules = model_family(CASES[case][0]).weight_rules(config)
+    plain = case.removesuffix(", overlapped")
+    whole, _, _ = _whole(plain)
+    config = CASES[plain][1]()
+    rules = model_family(CASES[plain][0]).weight_rules(config)
     weights, expected = full_tensors(whole, rules), full_tensors(whole, rules, gradient_of)
     tensor, context, stages = layout
     ranks = tensor * context * stages
