@@ -17,6 +17,9 @@ from megatron_leangrpo.diffusion.kernels import (
 from megatron_leangrpo.diffusion.selection import StepPlan
 from megatron_leangrpo.diffusion.sigmas import SigmaSchedule
 
+CHECKED = ("velocity", "log-probability", "latent")
+"""What of each step must be finite, in the order in which one spoils the next."""
+
 
 class Sampling:
     """Trajectories on their way through the steps: whoever has a velocity calls `advance`.
@@ -76,12 +79,13 @@ class Sampling:
         self._result = self.x
         if self.is_done and self._output == "predicted_x0":
             self._result = predicted_x0(x, velocity, c).to(x.dtype)
-        self._finite.append(self._result.isfinite().all())
+        found = [v.isfinite() for v in (velocity, transition.log_prob, self._result)]
+        self._finite.append(torch.stack([flags.reshape(len(x), -1).all(1) for flags in found]))
         return transition
 
     @property
     def finite(self) -> Tensor:
-        """`[steps]` bool: whether the latents after each step were finite."""
+        """`[steps, 3, b]` bool: whether each of `CHECKED` was, for each sample."""
         return torch.stack(self._finite)
 
     @property
@@ -115,11 +119,11 @@ def rollout(
 
 
 def check_finite(finite: Tensor, schedule: SigmaSchedule) -> None:
-    """Raise FloatingPointError unless the latents after all steps were finite, `[steps]` bool.
+    """Raise FloatingPointError unless all steps were finite, `[steps, 3, b]` bool.
 
     One synchronisation for the whole trajectory instead of one a step.
     """
-    flags = finite.tolist()
+    flags = finite.flatten(1).all(1).tolist()
     if not all(flags):
         step = flags.index(False)
         raise FloatingPointError(

@@ -213,6 +213,8 @@ class IterationRunner:
             sampling = self.settings.begin(wave, iteration, plans, dtype)
             rollouts.append(WaveRollout(sampling, wave, conditioning, windows))
         trajectories = self.passes.roll_out(rollouts, self.schedule)
+        for trajectory in trajectories:
+            trajectory.check_finite(iteration + 1)
         for rollout in rollouts:
             if rollout.is_on_policy:
                 self.router.observe(rollout.trajectory, rollout.sampling.plans)

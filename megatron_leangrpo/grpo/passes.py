@@ -6,7 +6,6 @@ from contextlib import nullcontext
 
 import torch
 
-from megatron_leangrpo.diffusion.sampler import check_finite
 from megatron_leangrpo.grpo.gradient_buffers import GradientBuffers
 from megatron_leangrpo.grpo.policy import Policy
 from megatron_leangrpo.grpo.rollout import WaveRollout
@@ -54,8 +53,7 @@ class WholeModel:
                 self._backward(window, _retained(window), schedule.terms(trajectory))
                 for end in window.ends:
                     end.velocity = end.velocity.detach()
-        check_finite(sampling.finite, sampling.schedule)
-        return rollout.finish(sampling.result)
+        return rollout.finish(sampling.result, sampling.finite)
 
     def backward(
         self,

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import torch
 
 from megatron_leangrpo import platform
-from megatron_leangrpo.diffusion.sampler import check_finite
+from megatron_leangrpo.diffusion.sampler import CHECKED
 from megatron_leangrpo.grpo.gradient_buffers import GradientBuffers
 from megatron_leangrpo.grpo.policy import Policy
 from megatron_leangrpo.grpo.rollout import WaveRollout
@@ -120,7 +120,7 @@ class PipelinedModel:
         self._trajectories, self._terms, self._terms_of = {}, _no_terms, {}
 
     def _with_latents(self, rollouts: Sequence[WaveRollout]) -> list[WaveTrajectory]:
-        """Give every stage the latents; one that is not finite raises on all of them."""
+        """Give every stage the latents, and what of them is finite."""
         finished = []
         for rollout in rollouts:
             sampling = rollout.sampling
@@ -128,11 +128,10 @@ class PipelinedModel:
                 latents, finite = sampling.result, sampling.finite.to(torch.uint8)
             else:
                 latents = torch.empty_like(sampling.x)
-                steps = sampling.schedule.num_steps
-                finite = torch.empty(steps, dtype=torch.uint8, device=latents.device)
+                flags = (sampling.schedule.num_steps, len(CHECKED), len(latents))
+                finite = torch.empty(flags, dtype=torch.uint8, device=latents.device)
             latents = platform.from_last_stage(latents)
-            check_finite(platform.from_last_stage(finite), sampling.schedule)
-            finished.append(rollout.finish(latents))
+            finished.append(rollout.finish(latents, platform.from_last_stage(finite).bool()))
         return finished
 
     def _evaluation(self, item: Item) -> Evaluation:

@@ -69,6 +69,7 @@ def measure_precision(experiment: Experiment) -> Precision:
         sampling = settings.begin(wave, 0, plans, experiment.policy.latent_dtype)
         rollout = WaveRollout(sampling, wave, conditioning, single_steps(plans))
         (trajectory,) = runner.passes.roll_out([rollout])
+        trajectory.check_finite(1)
         steps, latents = (trajectory.steps[0], trajectory.steps[-1]), trajectory.latents
         noise = max(
             _noise(experiment.policy, trajectory, _on_all_stages(s, latents)) for s in steps

@@ -141,9 +141,9 @@ class WaveRollout:
         nothing = torch.empty(0, device=platform.device())
         self._keep(step, nothing if x is None else x, nothing, nothing, nothing)
 
-    def finish(self, latents: torch.Tensor) -> WaveTrajectory:
-        """Return the trajectory with its final latents."""
-        self.trajectory.latents = latents
+    def finish(self, latents: torch.Tensor, finite: torch.Tensor) -> WaveTrajectory:
+        """Return the trajectory with its final latents and its steps' `Sampling.finite`."""
+        self.trajectory.latents, self.trajectory.finite = latents, finite
         return self.trajectory
 
     def _keep(self, step: int, *tensors: torch.Tensor | None) -> Window | None:

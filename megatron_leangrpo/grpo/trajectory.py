@@ -7,7 +7,9 @@ import torch
 
 from megatron_leangrpo.conditioning.encoders import Conditioning
 from megatron_leangrpo.diffusion.kernels import StepCoefficients
+from megatron_leangrpo.diffusion.sampler import CHECKED
 from megatron_leangrpo.grpo.placement import Wave
+from megatron_leangrpo.operations.finite import check_steps
 
 
 @dataclass
@@ -57,6 +59,17 @@ class WaveTrajectory:
     conditioning: Conditioning
     windows: list[Window] = field(default_factory=list)
     latents: torch.Tensor | None = None
+    finite: torch.Tensor | None = None
+    """`Sampling.finite` of all steps, on every rank that shares the trajectory."""
+
+    def check_finite(self, iteration: int) -> None:
+        """Raise `NotFiniteError` with step, sample and tensor, in an iteration counted from 1.
+
+        Speaks with no rank: those that share a trajectory see the same.
+        """
+        assert self.finite is not None
+        samples = [f"prompt {slot.prompt_id} sample {slot.member}" for slot in self.wave.slots]
+        check_steps(self.finite, CHECKED, samples, iteration)
 
     @property
     def steps(self) -> list[TrainedStep]:

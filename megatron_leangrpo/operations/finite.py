@@ -1,7 +1,7 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """Stops a run at the first number that is none, and says where it came up."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -10,25 +10,23 @@ class NotFiniteError(RuntimeError):
     """A tensor holds NaN or Inf; the message says which, and where."""
 
 
-def check_step(
-    tensors: Mapping[str, torch.Tensor], samples: Sequence[str], iteration: int, step: int
+def check_steps(
+    finite: torch.Tensor, tensors: Sequence[str], samples: Sequence[str], iteration: int
 ) -> None:
-    """Raise `NotFiniteError` for the first of a step's tensors `[batch, ...]` that is not finite.
+    """Raise `NotFiniteError` for the first step of a rollout with a number that is none.
 
-    `samples` names the entries of a batch. One wait for the device, whatever is passed in.
+    `finite` is `[steps, tensors, samples]` bool. One wait for the device for the whole rollout.
     """
-    sums = torch.stack([value.detach().double().sum() for value in tensors.values()])
-    # A finite sum has finite terms; an overflow of float64 is looked at again below.
-    if bool(sums.isfinite().all()):
+    if bool(finite.all()):
         return
-    for name, value in tensors.items():
-        good = value.detach().isfinite().flatten(1).all(dim=1).tolist()
-        wrong = [sample for sample, fine in zip(samples, good, strict=True) if not fine]
-        if wrong:
-            raise NotFiniteError(
-                f"{name} of {_some(wrong)} is not finite in step {step} of iteration {iteration}: "
-                f"{_count(value)}"
-            )
+    for step, flags in enumerate(finite.tolist(), start=1):
+        for name, good in zip(tensors, flags, strict=True):
+            wrong = [sample for sample, fine in zip(samples, good, strict=True) if not fine]
+            if wrong:
+                raise NotFiniteError(
+                    f"{name} of {_some(wrong)} is not finite in step {step} of {len(finite)} of "
+                    f"iteration {iteration}'s rollout; no optimizer step was taken"
+                )
 
 
 def check_gradients(model: torch.nn.Module, iteration: int) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ import torch
 from megatron_leangrpo import platform
 from megatron_leangrpo.config_reader import write_config
 from megatron_leangrpo.grpo import commands
+from megatron_leangrpo.grpo.placement import Group
+from megatron_leangrpo.grpo.rollout import WaveRollout
+from megatron_leangrpo.operations.finite import NotFiniteError
 from megatron_leangrpo.rewards.base import RewardError
 from tests.grpo import tiny
 
@@ -240,5 +244,30 @@ def test_weights_that_are_not_finite_stop_the_rollout_at_the_first_step(single_p
     experiment = tiny.start(tiny.tiny_config(prompts))
     with torch.no_grad():
         next(experiment.policy.model.parameters()).fill_(math.nan)
-    with pytest.raises(FloatingPointError, match=r"sampling step 0 of 4 \(sigma 1\)"):
+    with pytest.raises(
+        NotFiniteError, match=r"velocity of prompt .* in step 1 of 4 of iteration 1"
+    ):
         tiny.first_gradient(experiment, "replay")
+
+
+@pytest.mark.parametrize("schedule", ["replay", "retain"])
+def test_a_velocity_that_is_no_number_is_named(single_process, prompts, schedule):
+    draw = WaveRollout.draw
+
+    def spoilt(self: WaveRollout, velocity: torch.Tensor, *more: Any) -> Any:
+        # The last step, which nobody trains.
+        if self.sampling.step == 3 and self.trajectory.wave.index == 1:
+            velocity = velocity.detach().clone()
+            velocity[2, 5, 0] = math.inf
+        return draw(self, velocity, *more)
+
+    experiment = tiny.start(tiny.tiny_config(prompts))
+    batch = experiment.sampler.batch(0)
+    with mock.patch.object(WaveRollout, "draw", spoilt), pytest.raises(NotFiniteError) as error:
+        experiment.runner(schedule).run(0, batch)
+    groups = [Group(i, prompt) for i, prompt in enumerate(batch)]
+    slot = experiment.runner(schedule).place(groups, 0).waves[1].slots[2]
+    assert str(error.value).startswith(
+        f"velocity of prompt {slot.prompt_id} sample {slot.member} is not finite in step 4 of 4 of "
+        "iteration 1's rollout"
+    )

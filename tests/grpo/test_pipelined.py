@@ -12,6 +12,7 @@ from megatron_leangrpo import platform
 from megatron_leangrpo.conditioning.prompts import Prompt
 from megatron_leangrpo.models.flux.config import PRESETS
 from megatron_leangrpo.models.wan.config import PRESETS as WAN_PRESETS
+from megatron_leangrpo.operations.finite import NotFiniteError
 from megatron_leangrpo.pipeline.order import graphs_in_flight, phases, same_windows
 from tests.grpo import tiny
 
@@ -214,14 +215,14 @@ def spoilt(prompts: str) -> str:
             experiment.policy.model.img_in.weight.fill_(torch.nan)
     try:
         tiny.first_gradient(experiment, "retain")
-    except FloatingPointError as error:
+    except NotFiniteError as error:
         return str(error)
     return ""
 
 
 def test_latents_that_are_not_finite_end_every_stage_alike(run_ranks, prompts):
     for message in run_ranks(2, spoilt, prompts):
-        assert "not finite after sampling step 0 of 4" in message
+        assert "is not finite in step 1 of 4 of iteration 1" in message
 
 
 @pytest.mark.parametrize(

@@ -6,30 +6,25 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_leangrpo.operations.finite import NotFiniteError, check_gradients, check_step
+from megatron_leangrpo.operations.finite import NotFiniteError, check_gradients, check_steps
 
 SAMPLES = ["prompt 3 sample 0", "prompt 3 sample 1"]
+TENSORS = ("velocity", "log-probability")
 
 
-def tensors() -> dict[str, torch.Tensor]:
-    return {"velocity": torch.ones(2, 4, 3), "log-probability": torch.zeros(2)}
-
-
-def test_finite_steps_pass_whatever_their_size():
-    huge = {"velocity": torch.full((2, 4), 3e38)}
-    check_step(huge, SAMPLES, 1, 0)
-    check_step(tensors(), SAMPLES, 1, 0)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_the_sample_and_the_first_tensor_are_named(value):
-    spoilt = tensors()
-    spoilt["velocity"][1, 2, 0] = value
-    spoilt["log-probability"][:] = value
-    kind = "1 NaN and 0 Inf" if value != value else "0 NaN and 1 Inf"
-    message = rf"velocity of prompt 3 sample 1 is not finite in step 5 of iteration 7: {kind} of 24"
+def test_the_first_step_is_named_with_its_samples_and_the_tensor_that_came_first():
+    finite = torch.ones(4, len(TENSORS), len(SAMPLES), dtype=torch.bool)
+    check_steps(finite, TENSORS, SAMPLES, 7)
+    finite[2, 0, 1] = finite[2, 1] = finite[3] = False
+    message = (
+        r"^velocity of prompt 3 sample 1 is not finite in step 3 of 4 of iteration 7's rollout"
+    )
     with pytest.raises(NotFiniteError, match=message):
-        check_step(spoilt, SAMPLES, 7, 5)
+        check_steps(finite, TENSORS, SAMPLES, 7)
+    finite[1, 1] = False
+    message = r"^log-probability of prompt 3 sample 0, prompt 3 sample 1 is not finite in step 2 of"
+    with pytest.raises(NotFiniteError, match=message):
+        check_steps(finite, TENSORS, SAMPLES, 7)
 
 
 def test_a_spoilt_gradient_is_named_before_the_step():
