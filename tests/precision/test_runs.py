@@ -137,6 +137,36 @@ def test_scales_survive_a_checkpoint_and_the_run_goes_on_bit_for_bit(tmp_path: P
         train_command(path, ["--checkpoint.resume=true", "--fp8.amax_history_len=5"])
 
 
+@pytest.mark.slow
+def test_scales_survive_on_two_ranks_with_waves_and_updates(run_ranks, tmp_path: Path):
+    """Tensor parallel, gathers in slices, two waves and two updates an iteration."""
+    prompts = write_prompts(tmp_path)
+
+    def recipe(name: str) -> tuple[str, Path]:
+        config = tiny_config(
+            prompts,
+            fp8=reference("delayed", amax_history_len=2),
+            grpo={**ONE_BY_ONE, "prompts_per_iteration": 2, "updates_per_rollout": 2},
+            parallel={"tensor_model_parallel_size": 2},
+            overlap={"mode": "flash"},
+            checkpoint={"interval": 1, "export_interval": -1},
+            output=str(tmp_path / name),
+        )
+        grpo = dataclasses.replace(config.grpo, iterations=3, schedule="retain")
+        config = dataclasses.replace(config, grpo=grpo)
+        return write_recipe(config, tmp_path, name), tmp_path / name
+
+    path, expected = recipe("undisturbed")
+    run_ranks(2, train_command, path)
+    path, run = recipe("killed")
+    run_ranks(2, train_command, path, killed_in=3)
+    run_ranks(2, train_command, path, ["--checkpoint.resume=true"])
+    for name in ("reward_mean", "grad_norm", "ratio_min", "ratio_max"):
+        assert metrics_rows(run)[-1][name] == metrics_rows(expected)[-1][name]
+    # Second updates see other weights at the same scales.
+    assert metrics_rows(run)[-1]["ratio_max"] != 1
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
