@@ -44,7 +44,25 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_train(commands)
+    _add_compare(commands)
+    _add_plan(commands)
+    _add_sample(commands)
+    _add_evaluate(commands)
+    _add_build_tiny(commands)
+    _add_serve_reward(commands)
+    info = commands.add_parser(
+        "info", help="versions, devices, and what is optional and missing", allow_abbrev=False
+    )
+    info.set_defaults(run=_info)
 
+    from megatron_leangrpo.overlap.arguments import add_overlap_command
+
+    add_overlap_command(commands)
+    return parser
+
+
+def _add_train(commands) -> None:
     train = _recipe_command(commands, "train", _train, "run a recipe: rollout, rewards, updates")
     train.add_argument(
         "--dry-run",
@@ -52,6 +70,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="check everything, print parameters, tokens, batch arithmetic and bytes per rank",
     )
 
+
+def _add_compare(commands) -> None:
     compare = _recipe_command(
         commands, "compare", _compare, "gradient, time and memory of each schedule on one rollout"
     )
@@ -62,6 +82,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--dump-grads", metavar="FILE", help="safetensors of the first schedule's full gradient"
     )
 
+
+def _add_plan(commands) -> None:
     plan = _recipe_command(
         commands, "plan", _plan, "memory and seconds of each schedule and layout, before any GPU"
     )
@@ -78,9 +100,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="draw a layout with pipeline stages as PNG: the configured one, or else the fastest",
     )
 
+
+def _add_sample(commands) -> None:
     sample = _recipe_command(commands, "sample", _sample, "pictures from the base or a checkpoint")
     sample.add_argument("--checkpoint", metavar="DIR", help="a run directory or a checkpoint of it")
 
+
+def _add_evaluate(commands) -> None:
     evaluate = _recipe_command(
         commands, "evaluate", _evaluate, "rewards of the base and of checkpoints, side by side"
     )
@@ -93,6 +119,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("--json", metavar="FILE", help="also write the numbers as JSON")
 
+
+def _add_build_tiny(commands) -> None:
     tiny = commands.add_parser(
         "build-tiny",
         help="re-create an embedded base model",
@@ -111,18 +139,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--seed", type=int, default=0, help="of weights, pictures and training (default: 0)"
     )
     tiny.set_defaults(run=_build_tiny)
-
-    _add_serve_reward(commands)
-
-    info = commands.add_parser(
-        "info", help="versions, devices, and what is optional and missing", allow_abbrev=False
-    )
-    info.set_defaults(run=_info)
-
-    from megatron_leangrpo.overlap.arguments import add_overlap_command
-
-    add_overlap_command(commands)
-    return parser
 
 
 def _add_serve_reward(commands) -> None:
