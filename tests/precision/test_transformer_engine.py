@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from megatron_leangrpo.precision import transformer_engine
+from megatron_leangrpo.precision.linear import fp8_linear
 from megatron_leangrpo.precision.operands import ReferenceOperands
-from megatron_leangrpo.precision.recipe import Fp8Settings
+from megatron_leangrpo.precision.recipe import RECIPES, Fp8Settings
+from megatron_leangrpo.precision.scaling import DelayedScales
 
 _MISSING = (
     "needs transformer-engine"
@@ -36,9 +38,14 @@ def test_what_is_missing_is_said_in_one_line(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
-@pytest.mark.parametrize("recipe", ["current", "blockwise", "mxfp8"])
-@pytest.mark.parametrize("backward", ["dequantized", "quantized"])
-def test_kernels_compute_what_the_reference_does(recipe: str, backward: str):
+@pytest.mark.parametrize(
+    ("recipe", "backward", "linear"),
+    [
+        *((r, b, "te.Linear") for r in RECIPES[1:] for b in ("dequantized", "quantized")),
+        *((r, "dequantized", "quantisers and GEMM") for r in RECIPES),
+    ],
+)
+def test_kernels_compute_what_the_reference_does(recipe: str, backward: str, linear: str):
     settings = Fp8Settings(recipe, "transformer_engine", backward)
     try:
         transformer_engine.check_available(settings)
@@ -50,10 +57,16 @@ def test_kernels_compute_what_the_reference_does(recipe: str, backward: str):
         for shape in ((37, 2, 256), (384, 256), (37, 2, 384))
     )
     results = []
-    kernels = transformer_engine.TransformerEngineOperands(settings)
-    for operands in (kernels, ReferenceOperands(Fp8Settings(recipe, backward=backward))):
+    scales = DelayedScales(2, settings).cuda() if settings.is_delayed else None
+    kernels = transformer_engine.TransformerEngineOperands(settings, scales, slot=1)
+    reference = ReferenceOperands(Fp8Settings(recipe, backward=backward), scales, slot=1)
+    for operands in (kernels, reference):
         inputs = x.clone().requires_grad_(), torch.nn.Parameter(weight.clone())
-        out = operands.linear(*inputs, None)
+        if linear == "te.Linear":
+            out = operands.linear(*inputs, None)
+        else:
+            # What the linears of several ranks call.
+            out = fp8_linear(*inputs, None, operands)
         out.backward(grad)
         results.append((out, inputs[0].grad, inputs[1].grad))
     for actual, expected in zip(*results):
