@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_leangrpo import platform
-from megatron_leangrpo.models.common.weights import said_by_stages, shard_dim
+from megatron_leangrpo.models.common.weights import shard_dim
+from megatron_leangrpo.parallel.stages import said_by_stages
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 

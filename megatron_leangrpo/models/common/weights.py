@@ -8,7 +8,6 @@ full tensors; how a parameter is sharded is read from the attributes megatron pu
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_leangrpo import platform
+from megatron_leangrpo.parallel.stages import of_all_stages
 
 ADAPTER = ".adapter."
 """Inside the names of the parameters that a low-rank adapter has."""
@@ -249,43 +249,6 @@ def _own_parameters(
     expected = adapted if adapted.intersection(mapped) else parameters.keys() - adapted
     assert len(set(mapped)) == len(mapped) and set(mapped) == expected, set(mapped) ^ expected
     return parameters, rules
-
-
-def of_all_stages(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of every pipeline stage, on every one (a collective)."""
-    group, everything = platform.pp_group(), {}
-    layouts = said_by_stages(
-        {n: [list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in tensors.items()}
-    )
-    for stage, layout in enumerate(layouts):
-        source = dist.get_global_rank(group, stage)
-        for name, (shape, dtype) in layout.items():
-            assert name not in everything, f"two stages have {name}"
-            if stage == platform.pp_rank():
-                everything[name] = tensors[name].to(platform.device())
-            else:
-                empty = torch.empty(shape, dtype=getattr(torch, dtype), device=platform.device())
-                everything[name] = empty
-            dist.broadcast(everything[name], src=source, group=group)
-    return everything
-
-
-def said_by_stages(content: Any) -> list[Any]:
-    """The `content` of each pipeline stage, first to last, which travels as JSON (a collective)."""
-    if platform.pp_size() == 1:
-        return [content]
-    group, device, said = platform.pp_group(), platform.device(), []
-    for stage in range(platform.pp_size()):
-        raw = json.dumps(content).encode("utf-8") if stage == platform.pp_rank() else b""
-        source = dist.get_global_rank(group, stage)
-        length = torch.tensor([len(raw)], device=device)
-        dist.broadcast(length, src=source, group=group)
-        buffer = torch.zeros(int(length), dtype=torch.uint8, device=device)
-        if raw:
-            buffer.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
-        dist.broadcast(buffer, src=source, group=group)
-        said.append(json.loads(bytes(buffer.cpu().tolist())))
-    return said
 
 
 def _refuse(setting: str, what: str, names: list[str]) -> None:

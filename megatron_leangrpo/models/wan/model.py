@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -44,27 +43,13 @@ from megatron_leangrpo.models.common.mlp import MLP
 from megatron_leangrpo.models.common.modulation import gated_residual
 from megatron_leangrpo.models.common.norms import LayerNorm, scaled_norm
 from megatron_leangrpo.models.common.transformer import ShardedTransformer, applied_to_own_tokens
+from megatron_leangrpo.models.wan.conditioning import ImageEmbedding, VideoConditioning
 from megatron_leangrpo.models.wan.config import PATCH, SINUSOID_WIDTH, WanConfig
 from megatron_leangrpo.models.wan.positions import VideoRows, video_table
 from megatron_leangrpo.parallel.mappings import copy_to_tensor_parallel
 from megatron_leangrpo.parallel.tokens import TokenRows
 from megatron_leangrpo.pipeline.stages import Stage
 from megatron_leangrpo.pipeline.transport import Boundary, TensorSpec
-
-IMAGE_NORM_EPS = 1e-5
-"""torch's default, which the authors left in the image branch; elsewhere it is 1e-6."""
-
-
-class VideoConditioning(Protocol):
-    """The fields of a conditioning that the model reads."""
-
-    prompt_embeds: torch.Tensor
-    """`[b, 512, joint_attention_dim]`: no mask, zeros after the prompt's end take part."""
-    image_embeds: torch.Tensor | None
-    """`[b, 257, image_dim]` of a picture, for models with an image branch."""
-    image_latents: torch.Tensor | None
-    """`[b, s, 4 * (in_channels - out_channels)]` beside the video's own, mask included: packed like
-    them, for image-to-video models."""
 
 
 class WanTransformer(ShardedTransformer):
@@ -203,19 +188,6 @@ class WanTransformer(ShardedTransformer):
         # diffusers rounds before it projects.
         e = e.to(self.config.params_dtype)
         return e, self.time_projection(F.silu(e)).unflatten(-1, (6, -1))
-
-
-class ImageEmbedding(torch.nn.Module):
-    """CLIP's tokens of a picture between two norms."""
-
-    def __init__(self, image_dim: int, hidden: int, dtype: torch.dtype, wide: torch.dtype) -> None:
-        super().__init__()
-        self.norm_in = LayerNorm(image_dim, wide, IMAGE_NORM_EPS)
-        self.mlp = MLPEmbedder(image_dim, hidden, dtype, F.gelu, inner_size=image_dim)
-        self.norm_out = LayerNorm(hidden, wide, IMAGE_NORM_EPS)
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return self.norm_out(self.mlp(self.norm_in(image)))
 
 
 class WanBlock(MegatronModule):
