@@ -80,3 +80,58 @@ def test_ranks_without_a_heartbeat_and_spoilt_files_are_told_apart(tmp_path):
     assert read_beats(tmp_path, 2) == []
     beats = [Beat(rank, "node0", 3, "rollout", 0.0) for rank in range(3)]
     assert describe(beats, 4, 60.0, Path("x")).startswith("rank 3 has never reported")
+
+
+_INSIDE_A_COLLECTIVE = """
+import datetime, sys, threading
+from pathlib import Path
+import torch, torch.distributed as dist
+from megatron_leangrpo.operations.watchdog import Watchdog
+
+folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+limit, timeout = map(float, sys.argv[3:])
+dist.init_process_group(
+    "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2,
+    timeout=datetime.timedelta(seconds=timeout),
+)
+def waits_for_what_nobody_sends():
+    # In C++ until its timeout: no line of Python runs on this thread.
+    dist.recv(torch.zeros(1), src=0)
+with Watchdog(folder, rank, 2, limit, lambda text: print(text, flush=True)) as dog:
+    dog.beat("iteration 3, wave 1")
+    dist.barrier()
+    try:
+        if rank == 1:
+            waits_for_what_nobody_sends()
+        dog.beat("iteration 3, wave 2")
+        dist.all_reduce(torch.zeros(1))
+    except RuntimeError as error:
+        print("ended:", str(error).splitlines()[0], flush=True)
+"""
+
+
+def test_a_rank_that_is_late_inside_a_collective_is_named_and_all_end_by_the_timeout(tmp_path):
+    timeout = 8.0
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _INSIDE_A_COLLECTIVE, str(tmp_path), str(rank), "1", "8"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        wait_for(lambda: [beat.count for beat in read_beats(tmp_path, 2)] == [3, 2])
+        began = time.monotonic()
+        found = [rank.communicate(timeout=timeout + PATIENCE_SECONDS) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert time.monotonic() - began < timeout + PATIENCE_SECONDS
+    (out, _), (late, _) = found
+    lines = out.splitlines()
+    assert [n for n in lines if n.startswith("rank 1 on ") and "'iteration 3, wave 1'" in n]
+    assert lines[-1].startswith("ended: ") and late.splitlines()[-1].startswith("ended: ")
+    assert "waits_for_what_nobody_sends" in (tmp_path / "rank_0001.stacks").read_text()
