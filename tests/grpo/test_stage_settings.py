@@ -9,6 +9,9 @@ import torch
 from megatron_leangrpo.config_reader import read_config, read_recipe, write_config
 from megatron_leangrpo.grpo.architecture import resolve_architecture
 from megatron_leangrpo.grpo.dry_run import check_run, rank_bytes
+from megatron_leangrpo.models.common.lora import adapter_rules
+from megatron_leangrpo.models.common.weights import full_tensors
+from megatron_leangrpo.models.saving import save_lora_folder
 from tests.grpo import tiny
 
 
@@ -50,6 +53,31 @@ def test_adapters_of_a_stage_are_counted_and_every_stage_has_one(tmp_path):
     architecture = resolve_architecture(_config(tmp_path, parallel=parallel, lora=lora))
     with pytest.raises(ValueError, match=r"blocks 1 to 3 is adapted, which are stage 2 of para"):
         architecture.adaptation  # noqa: B018 (a cached property)
+
+
+@pytest.mark.usefixtures("single_process")
+def test_each_stage_starts_from_its_part_of_a_lora_file(tmp_path):
+    architecture = resolve_architecture(_config(tmp_path, lora={"rank": 2}))
+    adapted = architecture.build_model(torch.device("cpu"))
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.normal_()
+    tensors = full_tensors(adapted, adapter_rules(adapted))
+    save_lora_folder(tmp_path / "lora", architecture.adaptation.projections, tensors)
+    parallel = {"pipeline_model_parallel_size": 2, "pipeline_split": [1, 3]}
+    lora = {"path": str(tmp_path / "lora")}
+    architecture = resolve_architecture(_config(tmp_path, lora=lora, parallel=parallel))
+    expected = {n: p for n, p in adapted.named_parameters() if p.requires_grad}
+    names = set()
+    for number in range(2):
+        stage = architecture.family.build(architecture.config, architecture.config.stage(number))
+        architecture.adaptation.attach(stage, architecture.weight_rules, seed=0)
+        own = {n: p for n, p in stage.named_parameters() if p.requires_grad}
+        assert own and not names & own.keys()
+        names |= own.keys()
+        assert all(torch.equal(parameter, expected[n]) for n, parameter in own.items())
+    assert names == expected.keys()
 
 
 @pytest.mark.parametrize(
