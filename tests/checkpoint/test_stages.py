@@ -170,8 +170,9 @@ CHAIN = [(2, 2), (1, 1), (4, 1), (1, 4), (2, 2)]
 @pytest.mark.parametrize(
     ("layouts", "ranks", "distributed", "trained", "dtype"),
     [
-        ([(2, 2), (4, 1), (1, 1)], 4, True, "weights", torch.float32),
-        (CHAIN, 4, True, "adapters", torch.float32),
+        ([(2, 2), (1, 1)], 4, True, "weights", torch.float32),
+        ([(2, 2), (4, 1)], 4, True, "adapters", torch.float32),
+        pytest.param(CHAIN, 4, True, "adapters", torch.float32, marks=pytest.mark.slow),
         pytest.param(
             [(2, 2), (1, 4), (1, 1)], 4, True, "experts", torch.float32, marks=pytest.mark.slow
         ),
@@ -237,8 +238,8 @@ def _published(family_name: str, folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("family_name", "layout"),
     [
-        ("flux", (1, 4)),
         ("wan", (2, 2)),
+        pytest.param("flux", (1, 4), marks=pytest.mark.slow),
         pytest.param("flux", (2, 2), marks=pytest.mark.slow),
         pytest.param("wan", (1, 4), marks=pytest.mark.slow),
         *(
