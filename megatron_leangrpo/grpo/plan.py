@@ -118,13 +118,14 @@ def _choose_or_why_not(
 def _layouts(config: RunConfig, work: Workload, gpu: Gpu, gpus: int) -> Sequence[Ranks]:
     """Parallel sizes that heads, nodes and groups allow."""
     stages = {*_STAGES, config.parallel.pipeline_model_parallel_size}
-    layouts = _possible(config, work, gpu, gpus, sorted(stages))
+    layouts = possible_layouts(config, work, gpu, gpus, sorted(stages))
     if not layouts:
-        below = next((n for n in range(gpus, 0, -1) if _possible(config, work, gpu, n)), None)
-        above = next(
-            (n for n in range(gpus, MOST_GPUS + 1) if _possible(config, work, gpu, n)), None
+        below, above = range(gpus, 0, -1), range(gpus, MOST_GPUS + 1)
+        nearest = (
+            next((n for n in numbers if possible_layouts(config, work, gpu, n)), None)
+            for numbers in (below, above)
         )
-        near = " or ".join(str(n) for n in (below, above) if n is not None)
+        near = " or ".join(str(n) for n in nearest if n is not None)
         grpo = config.grpo
         raise ValueError(
             f"--gpus = {gpus}: no tensor-parallel size that divides the {work.shape.heads} heads "
@@ -135,9 +136,10 @@ def _layouts(config: RunConfig, work: Workload, gpu: Gpu, gpus: int) -> Sequence
     return layouts
 
 
-def _possible(
+def possible_layouts(
     config: RunConfig, work: Workload, gpu: Gpu, gpus: int, stages: Sequence[int] = (1,)
 ) -> list[Ranks]:
+    """Layouts of some GPUs that a run could have, by its heads, blocks and groups."""
     grpo, layouts = config.grpo, []
     blocks = len(work.shape.kinds)
     sizes = range(1, min(gpus, gpu.per_node) + 1)

@@ -10,9 +10,11 @@ from megatron_leangrpo.grpo.config_checks import check_training
 from megatron_leangrpo.grpo.dry_run import check_run, rank_bytes
 from megatron_leangrpo.grpo.experiment import check_schedule
 from megatron_leangrpo.grpo.fp8 import check_fp8_training, fp8_settings
+from megatron_leangrpo.grpo.plan import possible_layouts
 from megatron_leangrpo.grpo.planning import all_candidates, configured_ranks, workload_of
 from megatron_leangrpo.planner import gpus
 from megatron_leangrpo.planner.selector import Candidate, choose, name_of
+from megatron_leangrpo.planner.workload import Workload
 from megatron_leangrpo.preflight.result import Check
 
 
@@ -54,7 +56,7 @@ def memory_check(
     try:
         choice = choose(work, found, device.budget, device.name)
     except ValueError as error:
-        return Check("memory", False, str(error))
+        return Check("memory", False, f"{error}{_other_layout(config, work, world, device)}")
     chosen = choice.chosen
     needs = f"{chosen.memory.total / gpus.GIB:.1f} GiB"
     if own is None:
@@ -68,6 +70,24 @@ def memory_check(
     )
 
 
+def _other_layout(config: RunConfig, work: Workload, world: int, device: gpus.Gpu) -> str:
+    """What would fit on these ranks if they were divided otherwise."""
+    layouts = possible_layouts(config, work, device, world)
+    try:
+        chosen = choose(
+            work, all_candidates(config, work, layouts, device), device.budget, device.name
+        ).chosen
+    except ValueError:
+        return f"; no other layout of these {world} ranks fits either"
+    ranks = chosen.ranks
+    return (
+        f"; parallel.tensor_model_parallel_size={ranks.tensor} with "
+        f"parallel.context_parallel_size={ranks.context}, grpo.schedule={chosen.schedule} and "
+        f"model.recompute_granularity={chosen.recompute} would take "
+        f"{chosen.memory.total / gpus.GIB:.1f} GiB here (leangrpo plan shows all)"
+    )
+
+
 def _configured(config: RunConfig, found: list[Candidate]) -> Candidate | None:
     """What the recipe says, or None where it leaves the choice to the planner."""
     if config.grpo.schedule == "auto":
@@ -77,7 +97,13 @@ def _configured(config: RunConfig, found: list[Candidate]) -> Candidate | None:
 
 
 def checkpoint_bytes(config: RunConfig, architecture: Architecture) -> int:
-    """About what a checkpoint takes on disk: weights, optimizer and average, once."""
-    sizes = rank_bytes(config, architecture, 1)
-    total = sizes.weights + sizes.optimizer + sizes.average
-    return total * config.parallel.tensor_model_parallel_size
+    """About what a checkpoint takes on disk: trained weights, optimizer and average, once."""
+    sizes, parallel = rank_bytes(config, architecture, 1), config.parallel
+    weights = sizes.weights
+    if architecture.adaptation is not None:
+        # The frozen base is not in it; gradients are as large as the adapters.
+        weights = sizes.gradients
+    elif config.model.expert_offload:
+        weights *= architecture.config.experts
+    total = weights + sizes.optimizer + sizes.average
+    return total * parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size

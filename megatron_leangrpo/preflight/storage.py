@@ -76,13 +76,19 @@ def _appears(path: Path, token: str) -> bool:
 
 
 def space_check(output: str | None, checkpoint_bytes: int, checkpoints: int) -> Check:
-    """Whether the checkpoints that stay, and the one being written, have room."""
+    """Whether the checkpoints that stay, and the one being written, have room.
+
+    A run that is continued has some of them already.
+    """
     folder = existing_folder(output)
+    held = 0 if output is None else len(list(Path(output).glob("checkpoints/step_*")))
+    more = max(1, checkpoints - held)
     free = shutil.disk_usage(folder).free
-    needed = checkpoint_bytes * checkpoints
+    needed = checkpoint_bytes * more
     text = (
-        f"{byte_size(free)} free in {folder}, {byte_size(needed)} for {checkpoints} "
-        f"checkpoint{'s' if checkpoints != 1 else ''} of {byte_size(checkpoint_bytes)}"
+        f"{byte_size(free)} free in {folder}, {byte_size(needed)} for {more} "
+        f"{'more ' if held else ''}checkpoint{'s' if more != 1 else ''} of "
+        f"{byte_size(checkpoint_bytes)}"
     )
     if free >= needed and os.statvfs(folder).f_favail != 0:
         return Check("disk", True, text)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -112,6 +114,25 @@ def test_a_disk_too_small_for_the_checkpoints_is_found_before(tmp_path, config):
     assert not check.good and "checkpoint.keep" in check.found
 
 
+def test_a_run_that_is_continued_needs_room_for_what_it_has_not_written(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    size = free // 3
+    assert not space_check(str(tmp_path), size, 5).good
+    for step in range(4):
+        (tmp_path / "checkpoints" / f"step_{step:06}").mkdir(parents=True)
+    check = space_check(str(tmp_path), size, 5)
+    assert check.good and "for 1 more checkpoint of" in check.found
+
+
+def test_a_checkpoint_of_adapters_is_small(config):
+    adapted = dataclasses.replace(config, lora=dataclasses.replace(config.lora, rank=1))
+    whole, small = (
+        checkpoint_bytes(own, resolve_architecture(own, needs_weights=False))
+        for own in (config, adapted)
+    )
+    assert small < whole / 4
+
+
 def test_what_does_not_fit_is_told_with_what_would(config):
     retain = dataclasses.replace(config, grpo=dataclasses.replace(config.grpo, schedule="retain"))
     architecture = resolve_architecture(config, needs_weights=False)
@@ -127,6 +148,19 @@ def test_what_does_not_fit_is_told_with_what_would(config):
     assert "retain takes" in check.found and "grpo.schedule=" in check.found
     assert "GiB usable on h100-80gb" in check.found
     assert "the least is" in on(smallest // 2**10).found
+    assert "no other layout of these 2 ranks fits either" in on(smallest // 2**10).found
+
+
+def test_a_layout_that_would_fit_is_named_where_the_recipes_own_does_not(config):
+    model = dataclasses.replace(config.model, preset="flux_dev", dtype="bfloat16")
+    config = dataclasses.replace(config, model=model)
+    architecture = resolve_architecture(config, needs_weights=False)
+    # 12 billion weights with float32 gradients take 72 GB before anything else.
+    check = memory_check(config, architecture, 8, gpus.PRESETS["a100-80gb"])
+    assert not check.good
+    assert re.search(
+        r"parallel.tensor_model_parallel_size=[248] with .*grpo.schedule=.* would take", check.found
+    )
 
 
 def test_a_recipe_that_the_ranks_cannot_share_is_refused(config):
