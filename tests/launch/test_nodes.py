@@ -129,6 +129,22 @@ def test_a_node_that_is_lost_and_replaced_continues_the_run(cluster, undisturbed
     assert export(tmp_path) == undisturbed
 
 
+def test_where_one_node_is_enough_a_run_goes_on_without_one_that_is_lost_for_good(
+    cluster, tmp_path
+):
+    """With NNODES=1:2, at half the ranks, from the newest checkpoint."""
+    running = [launch(cluster, node, tmp_path, NNODES="1:2") for node in cluster.nodes]
+    wait_for(lambda: lines(tmp_path) >= 2, tmp_path / "log0")
+    cluster.nodes[1].kill()
+    finish(running[:1], tmp_path)
+    log = (tmp_path / "log0").read_text()
+    first, second = log.split("pre-flight\n")[1:]
+    assert "4 on 2 nodes" in first and "2 on 1 node" in second
+    assert "resumed after iteration" in second and "data parallel 2" in second
+    rows = [json.loads(r) for r in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == list(range(1, ITERATIONS + 1))
+
+
 def test_a_link_that_is_cut_until_the_ranks_give_up_continues_the_run(
     cluster, undisturbed, tmp_path
 ):

@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_leangrpo import platform
-from megatron_leangrpo.checkpoint.store import checkpoints
+from megatron_leangrpo.checkpoint.store import checkpoints, newest_valid, step_folder
 from tests.checkpoint.test_resume import comparable_rows, tensors_of
 from tests.grpo import tiny
 
@@ -83,3 +87,46 @@ def test_a_run_that_saves_nothing_says_so(leangrpo, recipe):
     outcome = run(leangrpo, recipe, "run", 4, "--checkpoint.interval=-1")
     assert outcome.status == 0
     assert "nothing was saved (checkpoint.interval = -1)" in outcome.out
+
+
+@pytest.mark.slow
+def test_the_launcher_alone_is_signalled_and_leaves_a_whole_checkpoint_and_no_process(tmp_path):
+    """As a scheduler does; two ranks under launch/torchrun.sh."""
+    config = tiny.tiny_config(
+        tiny.write_prompts(tmp_path),
+        model={"preset": "flux_tiny"},
+        grpo={"iterations": 1000, "micro_batch_size": 2},
+        reward={"weights": {"jpeg_compressibility": 1.0}},
+        evaluation={"num_steps": 1, "max_prompts": 2},
+        checkpoint={"interval": 0},
+    )
+    script = Path(__file__).parents[2] / "launch" / "torchrun.sh"
+    run = tmp_path / "run"
+    with (tmp_path / "log").open("w") as log:
+        launcher = subprocess.Popen(
+            ["bash", str(script), tiny.write_recipe(config, tmp_path), f"--output={run}"],
+            env={**os.environ, "GPUS_PER_NODE": "2", "PYTHON": sys.executable},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    metrics, deadline = run / "metrics.jsonl", time.monotonic() + 400
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2):
+        assert launcher.poll() is None and time.monotonic() < deadline, log_of(tmp_path)
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(timeout=400) == 0, log_of(tmp_path)
+    assert "stopped by SIGTERM after iteration" in log_of(tmp_path)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(launcher.pid, 0)
+    found = newest_valid(run / "checkpoints")
+    assert found.skipped == [] and found.checkpoint == step_folder(
+        run / "checkpoints", len(comparable_rows(run))
+    )
+    for rank in range(2):
+        events = (run / "logs" / f"rank_0000{rank}.jsonl").read_text().splitlines()
+        assert json.loads(events[-1])["event"] == "stopped"
+
+
+def log_of(folder: Path) -> str:
+    return (folder / "log").read_text()[-4000:]
