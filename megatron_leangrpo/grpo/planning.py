@@ -3,7 +3,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megatron_leangrpo import platform
@@ -12,9 +13,11 @@ from megatron_leangrpo.grpo.architecture import Architecture, resolve_architectu
 from megatron_leangrpo.grpo.in_flight import batch_of
 from megatron_leangrpo.grpo.inputs import latent_geometry
 from megatron_leangrpo.grpo.rollout import RolloutSettings
+from megatron_leangrpo.models.common.lora_targets import LowRank
 from megatron_leangrpo.models.common.shape import Companions
 from megatron_leangrpo.planner import gpus
-from megatron_leangrpo.planner.blocks import Packing
+from megatron_leangrpo.planner.adapters import Adapters
+from megatron_leangrpo.planner.packing import Packing
 from megatron_leangrpo.planner.selector import Candidate, Choice, candidates, choose
 from megatron_leangrpo.planner.workload import Batch, Jagg, Ranks, Workload
 
@@ -46,9 +49,35 @@ def workload_of(config: RunConfig, architecture: Architecture) -> Workload:
         steps_chosen_singly=_chosen_singly(config),
         pipeline_split=model.pipeline_split,
         packing=_packing(config),
+        adapters=None if adaptation is None else adapters_of(adaptation.projections),
         jagg=Jagg(grpo.jagg_on, grpo.jagg_window, grpo.jagg_frac),
         companions=_companions(config, architecture),
     )
+
+
+_BLOCKS = {"single_transformer_blocks": "single", "transformer_blocks": "double", "blocks": "cross"}
+_LINEARS = (
+    (r"attn1?\.(to_[qkv]|add_[qkv]_proj)", "qkv"),
+    (r"attn1?\.(to_out\.0|to_add_out)|proj_out", "out"),
+    (r"attn2\.to_q", "q"),
+    (r"attn2\.(to_[kv]|add_[kv]_proj)", "kv"),
+    (r"attn2\.to_out\.0", "text out"),
+    (r"ff\w*\.net\.0\.proj|proj_mlp", "fc1"),
+    (r"ff\w*\.net\.2", "fc2"),
+)
+"""Ends of diffusers' names of projections, and the planner's of the linears that they are in."""
+
+
+def adapters_of(projections: Mapping[str, LowRank]) -> Adapters:
+    """Which linears have adapters, by diffusers' names of their projections."""
+    found = set()
+    for name in projections:
+        block, _, end = name.split(".", maxsplit=2)
+        linear = next((linear for ends, linear in _LINEARS if re.fullmatch(ends, end)), None)
+        # Modulations, whose inputs are vectors, are left out.
+        if linear is not None:
+            found.add(f"{_BLOCKS[block]}.{linear}")
+    return Adapters(frozenset(found), max(low.rank for low in projections.values()))
 
 
 def _packing(config: RunConfig) -> Packing | None:

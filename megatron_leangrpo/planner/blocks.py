@@ -9,25 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_leangrpo.models.common.shape import TransformerShape
+from megatron_leangrpo.planner.adapters import Adapters
+from megatron_leangrpo.planner.packing import Packing
 from megatron_leangrpo.planner.tape import Tape
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How linears in FP8 keep their inputs for the backward: a byte a number, and scales."""
-
-    block: int | None
-    """Numbers of a row that share a scale; None: all numbers do."""
-    scale: int
-    """Bytes of a scale."""
-    ends: int = 0
-    """Blocks at either end of the model that are not in FP8."""
-
-    def row(self, features: int, alone: bool) -> int:
-        """Bytes of a row; `alone` on one rank, where a scale of all numbers is kept once."""
-        if self.block is None:
-            return features if alone else features + self.scale
-        return features + self.scale * -(-features // self.block)
 
 
 @dataclass(frozen=True)
@@ -44,6 +28,8 @@ class Layout:
     """Attention is recomputed in the backward."""
     packing: Packing | None = None
     """Of linears whose weights are trained in FP8."""
+    adapters: Adapters | None = None
+    """All that is trained; None trains the weights."""
 
     @property
     def wide(self) -> int:
@@ -78,6 +64,8 @@ class BlockWriter:
         self.inside = self.heads_inside * (shape.hidden // shape.heads)
         self.vector = self.rows(1, shape.hidden)
         self._packed: set[str] = set()
+        self._own_part: dict[str, str] = {}
+        """What a rank has given to a gathered tensor, which is what adapters multiply."""
 
     def rows(self, tokens: int, features: int) -> int:
         """Bytes of `[tokens, b, features]`."""
@@ -107,7 +95,7 @@ class BlockWriter:
             size,
             [vec],
             saved=[vec],
-            weight=own * self.hidden * self.layout.width,
+            weight=0 if self.layout.adapters else own * self.hidden * self.layout.width,
             flops=2.0 * self.layout.batch * own * self.hidden,
             sent=self.sent(size),
         )
@@ -120,9 +108,9 @@ class BlockWriter:
         norm = tape.add("norm", size, [x], saved=[x], extra=statistics)
         factor = tape.add("1 + scale", self.vector, [scale])
         # Whole grad * norm, and the product it is made of, before the sum over tokens.
-        return tape.add(
-            "modulated", size, [shift, norm, factor], saved=[norm, factor], scratch=2 * size
-        )
+        # The norm is for the factor's gradient.
+        saved = [factor] if self.layout.adapters else [norm, factor]
+        return tape.add("modulated", size, [shift, norm, factor], saved=saved, scratch=2 * size)
 
     def scaled_norm(self, x: str, shift: str, factor: str, *streams: int) -> str:
         """The same in one node, which keeps its input alone."""
@@ -141,9 +129,9 @@ class BlockWriter:
     def gated_residual(self, x: str, gate: str, update: str, *streams: int) -> str:
         """`x + gate * update`; the gradient of x is the output's."""
         size = self.stream(*streams)
-        return self.tape.add(
-            "residual", size, [x, gate, update], saved=[gate, update], aliases=[x], scratch=size
-        )
+        saved = [gate] if self.layout.adapters else [gate, update]
+        inputs = [x, gate, update]
+        return self.tape.add("residual", size, inputs, saved=saved, aliases=[x], scratch=size)
 
     def gather(self, x: str, *streams: int) -> str:
         """All tokens of streams, for several column-parallel products."""
@@ -152,11 +140,15 @@ class BlockWriter:
             return x  # Packed rows are gathered in the linears' own node.
         size = self.whole(*streams)
         if layout.sequence_parallel:
-            return self.tape.add("gathered", size, [x], sent=self.sent(size))
+            out = self.tape.add("gathered", size, [x], sent=self.sent(size))
+            self._own_part[out] = x
+            return out
         # Nothing to do forwards; the gradient is summed over the ranks in a new tensor.
         return self.tape.split(x, {"entered": size})[0]
 
-    def column(self, x: str, features: int, *streams: int, gathered: bool = False) -> str:
+    def column(
+        self, linear: str, x: str, features: int, *streams: int, gathered: bool = False
+    ) -> str:
         """A column-parallel linear to this rank's `features`; a `gathered` x is whole already."""
         communicates = self.layout.tensor_parallel > 1
         communicates &= not gathered or self.layout.packing is not None
@@ -165,15 +157,16 @@ class BlockWriter:
             "column",
             self.rows(self.padded(*streams), features),
             [x],
-            **self._kept(x, self.hidden, self.layout.shard(*streams), together=gathered),
-            weight=features * self.hidden * self.layout.width,
+            **self.kept(
+                linear, x, (self.hidden, features), self.layout.shard(*streams), together=gathered
+            ),
             # The gradient of all tokens, before it is summed and scattered.
             scratch=whole if communicates else 0,
             flops=self._flops(features * self.hidden, *streams),
             sent=self.sent(whole) if communicates else 0.0,
         )
 
-    def row(self, inputs: dict[str, int], *streams: int) -> str:
+    def row(self, linear: str, inputs: dict[str, int], *streams: int) -> str:
         """A row-parallel linear over inputs side by side, given with their features here."""
         whole, out = self.whole(*streams), ""
         for x, features in inputs.items():
@@ -181,10 +174,9 @@ class BlockWriter:
                 "row",
                 whole,
                 [out, x] if out else [x],
-                **self._kept(x, features, self.padded(*streams)),
+                **self.kept(linear, x, (features, self.hidden), self.padded(*streams)),
                 # A second product is added to the first: their gradients are the sum's.
                 aliases=[out] if out else [],
-                weight=self.hidden * features * self.layout.width,
                 flops=self._flops(self.hidden * features, *streams),
             )
         if self.layout.tensor_parallel == 1:
@@ -193,18 +185,28 @@ class BlockWriter:
         reduced = self.tape.add("reduced", shard, [out], sent=self.sent(whole))
         return self.tape.add("biased", shard, [reduced], aliases=[reduced])
 
-    def _kept(self, x: str, features: int, tokens: int, together: bool = False) -> dict[str, Any]:
-        """What a linear keeps of its input `[tokens, features]`.
+    def kept(
+        self, linear: str, x: str, sizes: tuple[int, int], tokens: int, together: bool = False
+    ) -> dict[str, Any]:
+        """What a linear keeps of `tokens` of its input x, and its weight gradient.
 
-        Linears that project `together` over ranks keep one packed input.
+        `sizes` are features in and out. Linears that project `together` over ranks keep one packed
+        input.
         """
-        packing, alone = self.layout.packing, self.layout.tensor_parallel == 1
-        if packing is None:
-            return {"saved": [x]}
+        layout, alone = self.layout, self.layout.tensor_parallel == 1
+        if layout.adapters is not None:
+            ranks = layout.adapters.ranks(linear)
+            factors = layout.adapters.factors(linear, sizes, layout.width)
+            kept = {"extra": self.rows(tokens, ranks) + factors, "weight": factors}
+            return {"saved": [self._own_part.get(x, x)] if ranks else [], **kept}
+        weight = sizes[0] * sizes[1] * layout.width
+        if layout.packing is None:
+            return {"saved": [x], "weight": weight}
         if together and not alone and x in self._packed:
-            return {}
+            return {"weight": weight}
         self._packed.add(x)
-        return {"extra": tokens * self.layout.batch * packing.row(features, alone)}
+        row = layout.packing.row(sizes[0], alone)
+        return {"extra": tokens * layout.batch * row, "weight": weight}
 
     def projected(self, *streams: int) -> int:
         """Tokens that go on from a projection: a rank alone in its context has all, and no pads."""
@@ -277,10 +279,10 @@ class BlockWriter:
         """GELU of the widened features."""
         return self.tape.add("gelu", self.rows(self.padded(*streams), self.own_ffn), [x], saved=[x])
 
-    def mlp(self, x: str, *streams: int) -> str:
+    def mlp(self, kind: str, x: str, *streams: int) -> str:
         """Two linears with GELU between."""
-        wide = self.gelu(self.column(x, self.own_ffn, *streams), *streams)
-        return self.row({wide: self.own_ffn}, *streams)
+        wide = self.gelu(self.column(f"{kind}.fc1", x, self.own_ffn, *streams), *streams)
+        return self.row(f"{kind}.fc2", {wide: self.own_ffn}, *streams)
 
     def _flops(self, matrix: int, *streams: int) -> float:
         return 2.0 * self.padded(*streams) * self.layout.batch * matrix

@@ -23,7 +23,7 @@ def _double(shape: TransformerShape, layout: Layout) -> Tape:
     for name, count in tokens.items():
         streams[name] = tape.tensor(name, write.stream(count))
         x = write.modulated_norm(name, chunks[name][0], chunks[name][1], count)
-        qkv = write.column(x, 3 * write.own_hidden, count)
+        qkv = write.column("double.qkv", x, 3 * write.own_hidden, count)
         packed[name], values[name] = write.queries_keys(qkv, write.projected(count))
     projected = {name: write.projected(count) for name, count in tokens.items()}
     own = write.rows(sum(projected.values()), write.own_hidden)
@@ -33,11 +33,12 @@ def _double(shape: TransformerShape, layout: Layout) -> Tape:
     parts = {name: write.rows(count, write.own_hidden) for name, count in projected.items()}
     attended = dict(zip(tokens, tape.split(out, parts)))
     for name, count in tokens.items():
-        update = write.row({write.with_pads(attended[name], count): write.own_hidden}, count)
+        own_attended = write.with_pads(attended[name], count)
+        update = write.row("double.out", {own_attended: write.own_hidden}, count)
         streams[name] = write.gated_residual(streams[name], chunks[name][2], update, count)
     for name, count in tokens.items():
         x = write.modulated_norm(streams[name], chunks[name][3], chunks[name][4], count)
-        update = write.mlp(x, count)
+        update = write.mlp("double", x, count)
         write.gated_residual(streams[name], chunks[name][5], update, count)
     return tape
 
@@ -51,18 +52,19 @@ def _single(shape: TransformerShape, layout: Layout) -> Tape:
     tokens = tape.tensor("tokens", write.stream(*streams))
     shift, scale, gate = write.modulation(vec, 3)
     x = write.gather(write.modulated_norm(tokens, shift, scale, *streams), *streams)
-    qkv = write.column(x, 3 * write.own_hidden, *streams, gathered=True)
+    qkv = write.column("single.qkv", x, 3 * write.own_hidden, *streams, gathered=True)
     has_pads = write.padded(*streams) != projected
     if has_pads:
         qkv = tape.add("without pads", write.rows(projected, 3 * write.own_hidden), [qkv])
     qk, v = write.queries_keys(qkv, projected)
     attended = write.self_attention(qk, v, *streams)
     tape.keep_to_the_end(x, qk, v, attended)
-    wide = write.gelu(write.column(x, write.own_ffn, *streams, gathered=True), *streams)
+    fc1 = write.column("single.fc1", x, write.own_ffn, *streams, gathered=True)
+    wide = write.gelu(fc1, *streams)
     if has_pads:
         size = write.rows(write.padded(*streams), write.own_hidden)
         attended = tape.add("with pads", size, [attended])
-    update = write.row({attended: write.own_hidden, wide: write.own_ffn}, *streams)
+    update = write.row("single.out", {attended: write.own_hidden, wide: write.own_ffn}, *streams)
     write.gated_residual(tokens, gate, update, *streams)
     return tape
 
@@ -81,30 +83,34 @@ def _cross(shape: TransformerShape, layout: Layout) -> Tape:
     factor = tape.add("1 + scale", write.vector, [chunks[1]])
     normed = write.scaled_norm(x, chunks[0], factor, video)
     projected = write.projected(video)
-    qk, v = write.queries_keys(write.column(normed, 3 * own, video), projected)
+    qk, v = write.queries_keys(write.column("cross.qkv", normed, 3 * own, video), projected)
     attended = write.with_pads(write.self_attention(qk, v, video), video)
-    update = write.row({attended: own}, video)
+    update = write.row("cross.out", {attended: own}, video)
     x = write.gated_residual(x, chunks[2], update, video)
 
     weights = tape.split(tape.tensor("norm3", 0), {"bias": 0, "weight": 0})
-    q = write.column(write.scaled_norm(x, *weights, video), own, video)
+    q = write.column("cross.q", write.scaled_norm(x, *weights, video), own, video)
     q = write.normalised(q, write.rows(projected, own), projected * write.own_heads)
     kv = tape.add(
         "text kv",
         write.rows(text, 2 * own),
         [context],
-        weight=2 * own * write.hidden * layout.width,
+        **(
+            write.kept("cross.kv", context, (write.hidden, 2 * own), text)
+            if layout.adapters
+            else {"weight": 2 * own * write.hidden * layout.width}
+        ),
         flops=4.0 * text * layout.batch * own * write.hidden,
     )
     k, v = tape.split(kv, {"k": write.rows(text, own), "v": write.rows(text, own)})
     k = write.normalised(k, write.rows(text, own), text * write.own_heads)
     attended = write.with_pads(write.attention(q, k, v, projected, text, own), video)
-    update = write.row({attended: own}, video)
+    update = write.row("cross.text out", {attended: own}, video)
     x = tape.add("residual", write.stream(video), [x, update], aliases=[x, update])
 
     factor = tape.add("1 + scale", write.vector, [chunks[4]])
     normed = write.scaled_norm(x, chunks[3], factor, video)
-    write.gated_residual(x, chunks[5], write.mlp(normed, video), video)
+    write.gated_residual(x, chunks[5], write.mlp("cross", normed, video), video)
     return tape
 
 
@@ -136,8 +142,7 @@ def output_tape(shape: TransformerShape, layout: Layout) -> Tape:
         "velocity",
         size,
         [x],
-        saved=[x],
-        weight=shape.hidden * shape.out_channels * layout.width,
+        **write.kept("output", x, (shape.hidden, shape.out_channels), layout.shard(count)),
         flops=2.0 * layout.shard(count) * layout.batch * shape.hidden * shape.out_channels,
     )
     whole = write.rows(count, shape.out_channels)
@@ -151,7 +156,8 @@ def input_bytes(shape: TransformerShape, layout: Layout) -> int:
     A stage that embeds nothing keeps what it received, of which its first block counts the tokens.
     """
     write = BlockWriter(shape, layout)
-    if not shape.is_first:
+    if not shape.is_first or layout.adapters is not None:
+        # Frozen embedders keep nothing but what they make.
         return _conditioning(write, shape.kinds[0])
     # The conditioning vector, and the two or three small MLPs it comes from.
     kept = 10 * write.vector

@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_leangrpo.models.common.shape import Companions, TransformerShape
-from megatron_leangrpo.planner.blocks import Layout, Packing
+from megatron_leangrpo.planner.adapters import Adapters
+from megatron_leangrpo.planner.blocks import Layout
+from megatron_leangrpo.planner.packing import Packing
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,8 @@ class Workload:
     """Blocks of each stage; None balances their number, memory their weights."""
     packing: Packing | None = None
     """Of the inputs of linears in FP8."""
+    adapters: Adapters | None = None
+    """What is trained instead of the base."""
     jagg: Jagg = field(default_factory=Jagg)
     companions: Companions = field(default_factory=Companions)
 
@@ -122,6 +126,7 @@ class Workload:
             selective=recompute == "selective",
             # Adapters keep inputs as they came, and a frozen weight needs none.
             packing=self.packing if self.trainable is None else None,
+            adapters=self.adapters,
         )
 
     @property

@@ -69,6 +69,8 @@ class Case:
     advantage: str = "flow_grpo_group_std"
     ranks: Ranks = ALONE
     prompts: int = 1
+    lora: int = 0
+    """Rank of the adapters; 0 trains all weights."""
 
 
 CASES = {
@@ -114,6 +116,7 @@ def _config(case: Case, prompts: str) -> RunConfig:
             "context_parallel_size": case.ranks.context,
             "pipeline_model_parallel_size": case.ranks.pipeline,
         },
+        lora={"rank": case.lora},
         # Six steps, five of them trained: a window of three and one of two.
         sampling={
             "height": case.size,

@@ -8,7 +8,7 @@ from megatron_leangrpo.planner.activations import graph_memory
 from megatron_leangrpo.planner.workload import Ranks
 from tests.grpo import tiny
 from tests.planner import measured
-from tests.planner.measured import CASES, Case, measure, start
+from tests.planner.measured import ALONE, CASES, Case, measure, start
 
 # The worst case is 6 % on an idle machine and on a busy one; the allocator's events do not depend
 # on time. What is left out are a few tensors of the size of latents.
@@ -79,10 +79,15 @@ TENSOR, CONTEXT, BOTH = Ranks(tensor=2), Ranks(context=2), Ranks(tensor=2, conte
         (BOTH, ODD),
         (TENSOR, VIDEO),
         (CONTEXT, VIDEO),
+        (ALONE, {"lora": 8}),
+        (ALONE, {"lora": 8, "dtype": "bfloat16", "size": 144}),
+        (ALONE, {"lora": 8, **VIDEO}),
+        (TENSOR, {"lora": 8}),
     ],
 )
 def test_a_rank_keeps_its_predicted_share(run_ranks, prompts, ranks, changes):
     case = Case(ranks=ranks, **changes)
     for counted, predicted in run_ranks(ranks.trajectory, _saved_on_a_rank, prompts, case):
-        # The small vectors of the conditioning are reckoned together.
-        assert predicted == pytest.approx(counted, rel=0.03)
+        # The small vectors of the conditioning are reckoned together. What the first of three
+        # blocks receives needs no gradient where the embedders are frozen.
+        assert predicted == pytest.approx(counted, rel=0.05 if case.lora else 0.03)
