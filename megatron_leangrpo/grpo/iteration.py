@@ -190,7 +190,7 @@ class IterationRunner:
 
     def _frees_graphs(self, newest: Sequence[Wave], placement: Placement) -> bool:
         """Whether the rewards of the newest waves let go of graphs, or of reweight's gradients."""
-        if not self.schedule.keeps_graph or newest[0].minibatch != 0:
+        if not self.schedule.keeps_graph or newest[-1].minibatch != 0:
             return False
         waits = needs_all_groups(self.config.advantage, self.config.reward_combination)
         return self.schedule.at_once or (not waits and placement.completes(newest))

@@ -40,6 +40,7 @@ class GradientCheck:
         approximate = self.buffers.take()
         with collecting_gradients(model):
             self.replay.train(self._kept, UpdateStats())
+        self._kept.clear()
         reduce_gradients(model, whole=True)
         exact = self.buffers.take()
         self.buffers.put(approximate)

@@ -98,8 +98,8 @@ class StageDriver:
         self._is_last = transport.stage == transport.stages - 1
         self._kept: dict[Item, _Graph] = {}
         self._coming: dict[str, deque[Item]] = {}
-        self.done: list[Operation] = []
-        """Everything that was run, in order."""
+        self.on_operation: Callable[[Operation], None] = lambda operation: None
+        """Called after everything that is run, for traces."""
         self.most_kept = 0
         """Most graphs that were kept at once."""
 
@@ -128,7 +128,7 @@ class StageDriver:
                 begun.add(item.trajectory)
                 following = item._replace(step=item.step + 1)
                 self._forward(operation, from_ring, following if following in forwards else None)
-            self.done.append(operation)
+            self.on_operation(operation)
         self._transport.finish()
 
     def _expect_first(self, program: tuple[Operation, ...]) -> None:

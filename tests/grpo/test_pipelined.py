@@ -191,9 +191,10 @@ def trace(prompts: str, schedule: str) -> tuple[list, int]:
             },
         ),
     )
-    runner = tiny.start(config).runner(schedule)
+    runner, done = tiny.start(config).runner(schedule), []
+    runner.passes.driver.on_operation = done.append
     runner.run(0, [Prompt(0, "one")])
-    return runner.passes.driver.done, runner.passes.driver.most_kept
+    return done, runner.passes.driver.most_kept
 
 
 @pytest.mark.parametrize("schedule", ["replay", "retain", "reweight"])

@@ -229,9 +229,10 @@ def run_stage(
     )
     done: list[tuple[Operation, ...]] = []
     for phase in phases(schedule, len(split), STEPS, windows):
-        already = len(driver.done)
+        trace: list[Operation] = []
+        driver.on_operation = trace.append
         driver.run(phase)
-        done.append(tuple(driver.done[already:]))
+        done.append(tuple(trace))
     ends.store()
     grads = {m: {k: g for k, g in own.items() if g is not None} for m, own in ends.buffers.items()}
     return {"final": ends.final, "grads": grads, "done": done, "most_kept": driver.most_kept}
