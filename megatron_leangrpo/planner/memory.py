@@ -91,8 +91,9 @@ def peak_activations(
     # Two forwards of one velocity, where guidance runs so, share one backward.
     peak = _backward_peak(graph, graphs, work.graphs)
     if work.kl:
-        # The reference model runs while the graphs are there.
-        peak = max(peak, graphs * graph.held + graph.without)
+        # The reference model runs in the rollout, while graphs are there that are kept then.
+        kept = 0 if base_of(work, schedule) == "replay" else graphs
+        peak = max(peak, kept * graph.held + graph.without)
     return peak + kept_data(work, batch)
 
 

@@ -29,8 +29,10 @@ def test_the_predicted_peak_is_the_measured_one(single_process, prompts, name):
         assert peak.copies <= peak.predicted_copies, (schedule, peak)
     if "reweight" in peaks:
         assert peaks["reweight"].copies == peaks["reweight"].predicted_copies
-        # The point of it: one step's activations, whatever the number of steps.
-        assert peaks["reweight"].measured <= 1.1 * peaks["replay"].measured
+        # The point of it: one step's activations, whatever the number of steps. With a KL term the
+        # reference runs while they are there.
+        factor = 1.2 if CASES[name].kl_beta else 1.1
+        assert peaks["reweight"].measured <= factor * peaks["replay"].measured
 
 
 def _saved_on_a_rank(prompts: str, case: Case) -> tuple[int, int]:
