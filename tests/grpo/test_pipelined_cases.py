@@ -254,6 +254,23 @@ def test_nothing_of_a_finished_wave_stays_on_any_stage(run_ranks, prompts, sched
         assert seen == 2 * 8 * 3 and alive == graphs == 0
 
 
+def most_graphs(prompts: str) -> int:
+    """Waves 5 to 8 are on-policy, two of each group; the second ring has waves 4 to 6."""
+    sections: Sections = {
+        "grpo": {"micro_batch_size": 1, "updates_per_rollout": 2},
+        "parallel": {"pipeline_model_parallel_size": 2, "pipeline_waves_in_flight": 3},
+    }
+    experiment = tiny.start(tiny.tiny_config(prompts, **tiny.merged(FLUX, sections)))
+    runner = experiment.runner("retain")
+    runner.run(0, experiment.sampler.batch(0), dict)
+    return runner.passes.driver.most_kept
+
+
+def test_a_ring_that_begins_off_policy_frees_the_graphs_of_a_complete_group(run_ranks, prompts):
+    # Three trained steps of two waves, not of four.
+    assert run_ranks(2, most_graphs, prompts) == [6, 6]
+
+
 def report_and_evaluation(prompts: str, stages: int) -> tuple:
     sections: Sections = {
         "model": {"dtype": "bfloat16"},
