@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_leangrpo import platform
 from megatron_leangrpo.conditioning.prompts import Prompt
 from megatron_leangrpo.config import EvaluationConfig
-from megatron_leangrpo.diffusion.sampler import Sampling
+from megatron_leangrpo.diffusion.sampler import CHECKED, Sampling
 from megatron_leangrpo.diffusion.selection import DETERMINISTIC
 from megatron_leangrpo.diffusion.sigmas import SigmaSchedule
 from megatron_leangrpo.grpo.intervals import Interval, mean_over_prompts
@@ -21,6 +21,7 @@ from megatron_leangrpo.grpo.placement import Wave
 from megatron_leangrpo.grpo.rollout import WaveRollout
 from megatron_leangrpo.grpo.scoring import Scorer
 from megatron_leangrpo.models.experts import idle_in_host
+from megatron_leangrpo.operations.finite import check_steps
 from megatron_leangrpo.parallel.noise import evaluation_noise
 from megatron_leangrpo.reporting.pictures import Sample
 
@@ -137,6 +138,9 @@ class Evaluator:
                 rollouts = [self._rollout(n, batch) for n, batch in enumerate(together)]
                 trajectories = self.passes.roll_out(rollouts)
             for batch, trajectory in zip(together, trajectories):
+                items = [self.items[i] for i in batch]
+                samples = [f"prompt {prompt.id} sample {number}" for prompt, number in items]
+                check_steps(trajectory.finite, CHECKED, samples, "an evaluation")
                 yield batch, trajectory.latents
 
     def _rollout(self, number: int, batch: Sequence[int]) -> WaveRollout:

@@ -69,7 +69,8 @@ class WaveTrajectory:
         """
         assert self.finite is not None
         samples = [f"prompt {slot.prompt_id} sample {slot.member}" for slot in self.wave.slots]
-        check_steps(self.finite, CHECKED, samples, iteration)
+        where = f"iteration {iteration}'s rollout; no optimizer step was taken"
+        check_steps(self.finite, CHECKED, samples, where)
 
     @property
     def steps(self) -> list[TrainedStep]:

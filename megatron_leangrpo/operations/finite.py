@@ -11,11 +11,12 @@ class NotFiniteError(RuntimeError):
 
 
 def check_steps(
-    finite: torch.Tensor, tensors: Sequence[str], samples: Sequence[str], iteration: int
+    finite: torch.Tensor, tensors: Sequence[str], samples: Sequence[str], where: str
 ) -> None:
     """Raise `NotFiniteError` for the first step of a rollout with a number that is none.
 
-    `finite` is `[steps, tensors, samples]` bool. One wait for the device for the whole rollout.
+    `where` names the rollout. `finite` is `[steps, tensors, samples]` bool. One wait for the
+    device for the whole rollout.
     """
     if bool(finite.all()):
         return
@@ -25,7 +26,7 @@ def check_steps(
             if wrong:
                 raise NotFiniteError(
                     f"{name} of {_some(wrong)} is not finite in step {step} of {len(finite)} of "
-                    f"iteration {iteration}'s rollout; no optimizer step was taken"
+                    f"{where}"
                 )
 
 

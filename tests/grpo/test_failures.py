@@ -250,6 +250,15 @@ def test_weights_that_are_not_finite_stop_the_rollout_at_the_first_step(single_p
         tiny.first_gradient(experiment, "replay")
 
 
+def test_weights_that_are_not_finite_are_not_evaluated(single_process, prompts):
+    experiment = tiny.start(tiny.tiny_config(prompts))
+    with torch.no_grad():
+        next(experiment.policy.model.parameters()).fill_(math.nan)
+    message = r"velocity of prompt \d+ sample 0.* is not finite in step 1 of 2 of an evaluation$"
+    with pytest.raises(NotFiniteError, match=message):
+        experiment.evaluator().run()
+
+
 @pytest.mark.parametrize("schedule", ["replay", "retain"])
 def test_a_velocity_that_is_no_number_is_named(single_process, prompts, schedule):
     draw = WaveRollout.draw

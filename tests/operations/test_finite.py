@@ -14,17 +14,17 @@ TENSORS = ("velocity", "log-probability")
 
 def test_the_first_step_is_named_with_its_samples_and_the_tensor_that_came_first():
     finite = torch.ones(4, len(TENSORS), len(SAMPLES), dtype=torch.bool)
-    check_steps(finite, TENSORS, SAMPLES, 7)
+    check_steps(finite, TENSORS, SAMPLES, "iteration 7's rollout")
     finite[2, 0, 1] = finite[2, 1] = finite[3] = False
     message = (
         r"^velocity of prompt 3 sample 1 is not finite in step 3 of 4 of iteration 7's rollout"
     )
     with pytest.raises(NotFiniteError, match=message):
-        check_steps(finite, TENSORS, SAMPLES, 7)
+        check_steps(finite, TENSORS, SAMPLES, "iteration 7's rollout")
     finite[1, 1] = False
     message = r"^log-probability of prompt 3 sample 0, prompt 3 sample 1 is not finite in step 2 of"
     with pytest.raises(NotFiniteError, match=message):
-        check_steps(finite, TENSORS, SAMPLES, 7)
+        check_steps(finite, TENSORS, SAMPLES, "iteration 7's rollout")
 
 
 def test_a_spoilt_gradient_is_named_before_the_step():
