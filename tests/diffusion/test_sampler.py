@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from megatron_leangrpo.diffusion.kernels import log_prob, step_coefficients
-from megatron_leangrpo.diffusion.sampler import Sampling, rollout
+from megatron_leangrpo.diffusion.sampler import CHECKED, Sampling
 from megatron_leangrpo.diffusion.selection import DETERMINISTIC, StepPlan
 from megatron_leangrpo.diffusion.sigmas import build_sigma_schedule
+from tests.sampling import rollout
 
 SCHEDULE = build_sigma_schedule("static_shift", 4, shift=3.0)
 ALL = StepPlan((0, 1, 2, 3), (0, 1, 2))
@@ -166,11 +167,15 @@ def test_replaying_a_recorded_step_gives_ratio_one_bit_for_bit(kernel, model_dty
         assert torch.equal((new - old).exp(), torch.ones_like(new))
 
 
-def test_a_latent_that_is_not_finite_names_its_step():
+def test_what_is_not_finite_is_known_by_step_tensor_and_sample():
     def policy(x, timestep):
-        bad = timestep.view(-1, 1, 1) == SCHEDULE.timesteps[2].float()
-        return torch.where(bad, torch.nan, x)
+        velocity = x.clone()
+        if timestep[0] == SCHEDULE.timesteps[2].float():
+            velocity[1] = torch.nan
+        return velocity
 
     x = torch.randn(2, 6, 4)
-    with pytest.raises(FloatingPointError, match="sampling step 2 of 4"):
-        rollout(policy, x, SCHEDULE, "flow_sde", 0.7, [ALL] * 2, noise_like(x.shape))
+    sampling, _ = recorded(policy, x, "flow_sde", 0.7, [ALL] * 2, noise_like(x.shape))
+    assert sampling.finite.shape == (4, len(CHECKED), 2)
+    assert sampling.finite[:2].all() and sampling.finite[:, :, 0].all()
+    assert not sampling.finite[2:, :, 1].any()

@@ -15,13 +15,13 @@ from PIL import Image
 from megatron_leangrpo import platform
 from megatron_leangrpo.codecs.packing import pack_latents, unpack_latents
 from megatron_leangrpo.config_reader import read_config, read_recipe
-from megatron_leangrpo.diffusion.sampler import rollout
 from megatron_leangrpo.diffusion.selection import DETERMINISTIC
 from megatron_leangrpo.grpo import commands, run_report
 from megatron_leangrpo.grpo.assets import ASSETS
 from megatron_leangrpo.grpo.experiment import Experiment, build_experiment
 from megatron_leangrpo.grpo.rollout import sigma_schedule
 from tests.grpo import tiny
+from tests.sampling import rollout
 
 FIT = {
     (512, 512): 1024,
