@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from megatron_leangrpo.reporting.quiet import quiet_libraries
 from tests.distributed.launcher import RankLauncher
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # As the command line does before it imports anything heavy: libraries read this when imported.
 quiet_libraries()
+# How fast a machine makes its examples is nothing that a test is about.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 # What takes seconds to repeat, in another layout or dtype, what a faster test shows every day.

@@ -273,8 +273,12 @@ def test_train_resume_and_sample(leangrpo, recipe):
     outcome = leangrpo("train", recipe, *resume)
     assert (outcome.status, outcome.err) == (0, "")
     assert "has finished its 2 iterations" in outcome.out
-    assert {k: v for k, v in files(Path("run")).items() if k != ".lock"} == {
-        k: v for k, v in run.items() if k != ".lock"
+    now = files(Path("run"))
+    assert now.keys() == run.keys()
+    # Every start is noted in the log.
+    noted = {".lock", "logs/rank_00000.jsonl"}
+    assert {k: v for k, v in now.items() if k not in noted} == {
+        k: v for k, v in run.items() if k not in noted
     }
 
     shutil.copytree("run", "broken")

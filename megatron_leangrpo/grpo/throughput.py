@@ -18,9 +18,9 @@ class Throughput:
     """What an iteration consists of, by which its seconds are judged."""
 
     samples: int
-    tokens: float
+    tokens: float | None
     """That the rollouts of all ranks put through the transformer, text included."""
-    flops: float
+    flops: float | None
     """Of one rank's matrix products: rollout and the schedule's forwards and backwards, without
     what activation recomputation repeats, evaluation, encoders and rewards."""
     peak: float | None
@@ -28,18 +28,24 @@ class Throughput:
 
     def metrics(self, seconds: float) -> dict[str, float]:
         """Rates of an iteration that took so long; `mfu` only where the device's peak is known."""
-        rates = {
-            "samples_per_second": self.samples / seconds,
-            "tokens_per_second": self.tokens / seconds,
-            "tflops_per_rank": self.flops / seconds / 1e12,
-        }
-        if self.peak is not None:
+        rates = {"samples_per_second": self.samples / seconds}
+        if self.tokens is not None:
+            rates["tokens_per_second"] = self.tokens / seconds
+        if self.flops is not None:
+            rates["tflops_per_rank"] = self.flops / seconds / 1e12
+        if self.flops is not None and self.peak is not None:
             rates["mfu"] = self.flops / seconds / self.peak
         return rates
 
 
 def throughput_of(config: RunConfig, architecture: Architecture) -> Throughput:
-    """Reckon with the planner's operations for this layout; reads no weights."""
+    """Reckon with the planner's operations for this layout; reads no weights.
+
+    Of a family whose shape the planner does not know only samples are counted.
+    """
+    if architecture.family.shape is None:
+        samples = config.grpo.prompts_per_iteration * config.grpo.group_size
+        return Throughput(samples, tokens=None, flops=None, peak=None)
     work = workload_of(config, architecture)
     forwards = work.sampled_steps * (2 if work.guided else 1)
     return Throughput(
