@@ -21,7 +21,6 @@ REQUIRED_KEYS = (
     "time_update",
     "time_total",
     "samples_per_second",
-    "tokens_per_second",
     "peak_memory_bytes",
     "schedule",
 )

@@ -27,7 +27,12 @@ VIDEO = {"preset": VIDEO_STAGES, "frames": 9, "size": 96}
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            Case(ranks=FOUR, **VIDEO), id="4 stages of a video model", marks=pytest.mark.slow
+            Case(ranks=FOUR, **VIDEO),
+            id="4 stages of a video model",
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.xfail(reason="1.2 MB too much on the middle stages, up to 24 %"),
+            ],
         ),
     ],
 )
