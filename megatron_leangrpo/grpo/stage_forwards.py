@@ -46,8 +46,8 @@ class StageForwards:
         `inputs` are the latents alone on the first stage.
         """
         states: list[Tensors] = []
-        remaining = list(inputs)
-        for policy, forward in self._forwards(evaluation):
+        remaining, forwards = list(inputs), self._forwards(evaluation)
+        for policy, forward in forwards:
             if self.stage.is_first:
                 state: Tensors = (policy.inputs(forward, inputs[0]),)
             else:
@@ -59,7 +59,7 @@ class StageForwards:
         if not self.stage.is_last:
             return tuple(tensor for state in states for tensor in state), None
         velocities = [velocity for (velocity,) in states]
-        own = len(self.policy.forwards(evaluation.timestep, evaluation.conditioning))
+        own = sum(policy is self.policy for policy, _ in forwards)
         velocity = self.policy.combined(velocities[:own], evaluation.timestep)
         if not evaluation.with_reference:
             return (velocity,), None
@@ -104,7 +104,7 @@ def _run_stage(policy: Policy, forward: Forward, state: Tensors) -> Tensors:
 class OneByOne:
     """A `policy.StepByStep`: one forward after the other through all stages, without graphs.
 
-    Every stage gets the velocity. For evaluation and measurements; stages wait for each other.
+    Every stage gets the velocity. For calibrations and measurements; stages wait for each other.
     """
 
     def __init__(self, transport: StageTransport) -> None:
