@@ -1,12 +1,12 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
-"""Gloo ranks for tests: real processes, started once per world size and reused by every test."""
+"""Gloo ranks for tests: real processes, reused until a test asks for another number of them."""
 
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib.util
 import multiprocessing
-import os
 import pickle
 import sys
 import tempfile
@@ -18,12 +18,22 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import psutil
 
 # Longer than any honest test step on a busy machine, shorter than a person's patience.
 DEFAULT_TIMEOUT_SECONDS = 120.0
+
+# A rank is a fork of a process without threads that has imported what takes seconds.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    [
+        "diffusers.models.transformers.transformer_flux",
+        "diffusers.models.transformers.transformer_wan",
+        "megatron_leangrpo.grpo.commands",
+        "megatron_leangrpo.grpo.experiment",
+    ]
+)
 
 
 class RankError(AssertionError):
@@ -45,6 +55,8 @@ def _serve(rank: int, world_size: int, store_path: str, jobs: Connection) -> Non
     import torch
     import torch.distributed as dist
 
+    # What was imported stays: collecting garbage need not look at it.
+    gc.freeze()
     torch.set_num_threads(1)
     store = dist.FileStore(store_path, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
@@ -73,6 +85,8 @@ def _rest() -> None:
         from megatron_leangrpo import platform
 
         platform.leave_megatron_groups()
+        # A group ends with the last cycle of objects that has it.
+        gc.collect()
 
 
 class RankPool:
@@ -80,20 +94,18 @@ class RankPool:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         store = str(Path(self._folder.name) / "store")
         self._connections: list[Connection] = []
         self._processes = []
-        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
-            for rank in range(world_size):
-                ours, theirs = context.Pipe()
-                # Not daemons: megatron's checkpoint writer starts processes of its own.
-                process = context.Process(target=_serve, args=(rank, world_size, store, theirs))
-                process.start()
-                theirs.close()
-                self._connections.append(ours)
-                self._processes.append(process)
+        for rank in range(world_size):
+            ours, theirs = CONTEXT.Pipe()
+            # Not daemons: megatron's checkpoint writer starts processes of its own.
+            process = CONTEXT.Process(target=_serve, args=(rank, world_size, store, theirs))
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
 
     def run(
         self, function: Callable[..., Any], args: tuple, kwargs: dict, timeout_seconds: float
@@ -147,7 +159,7 @@ class RankLauncher:
     """Runs functions on gloo ranks; see the `run_ranks` fixture."""
 
     def __init__(self) -> None:
-        self._pools: dict[int, RankPool] = {}
+        self._pool: RankPool | None = None
         atexit.register(self.close)
 
     def __call__(
@@ -160,13 +172,15 @@ class RankLauncher:
     ) -> list[Any]:
         if world_size == 1:
             return [self._run_here(function, args, kwargs)]
-        if world_size not in self._pools:
-            self._pools[world_size] = RankPool(world_size)
+        if self._pool is None or self._pool.world_size != world_size:
+            # Idle ranks cost memory and, with gloo, processor time; new ones cost little.
+            self.close()
+            self._pool = RankPool(world_size)
         try:
-            return self._pools[world_size].run(function, args, kwargs, timeout_seconds)
+            return self._pool.run(function, args, kwargs, timeout_seconds)
         except BaseException:
             # The other ranks may hang in a collective; the next test gets a fresh world.
-            self._pools.pop(world_size).close()
+            self.close()
             raise
 
     @staticmethod
@@ -180,6 +194,7 @@ class RankLauncher:
             platform.destroy_distributed()
 
     def close(self) -> None:
-        """Stop all ranks."""
-        while self._pools:
-            self._pools.popitem()[1].close()
+        """Stop the ranks."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None

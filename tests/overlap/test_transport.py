@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from megatron_leangrpo import platform
 from megatron_leangrpo.overlap.schedule import Message
 from megatron_leangrpo.overlap.transport import TorchTransport, TransportError
+from tests.distributed.launcher import CONTEXT
 
 # Long enough for both ranks to arrive on a busy machine, short enough for a test.
 TIMEOUT_SECONDS = 3.0
@@ -108,8 +108,7 @@ def _dying_peer(rank: int, store: str, answers: str) -> None:
 def test_a_dead_peer_ends_in_an_error(tmp_path):
     answers = tmp_path / "error"
     arguments = [(rank, str(tmp_path / "store"), str(answers)) for rank in range(2)]
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_dying_peer, args=a) for a in arguments]
+    processes = [CONTEXT.Process(target=_dying_peer, args=a) for a in arguments]
     for process in processes:
         process.start()
     for process in processes:

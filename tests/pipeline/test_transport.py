@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ from megatron_leangrpo.pipeline.transport import (
     pack,
     unpack,
 )
+from tests.distributed.launcher import CONTEXT
 
 # Long enough for three processes to arrive on a busy machine.
 TIMEOUT_SECONDS = 20.0
@@ -89,9 +89,8 @@ def _stage(rank: int, folder: str, problem: str) -> None:
 
 @pytest.mark.parametrize("problem", ["dies", pytest.param("is silent", marks=pytest.mark.slow)])
 def test_a_stage_that_fails_ends_all_others_with_stage_and_item(tmp_path, problem):
-    context = multiprocessing.get_context("spawn")
     processes = [
-        context.Process(target=_stage, args=(rank, str(tmp_path), problem)) for rank in range(3)
+        CONTEXT.Process(target=_stage, args=(rank, str(tmp_path), problem)) for rank in range(3)
     ]
     for process in processes:
         process.start()
