@@ -21,6 +21,8 @@ done
 
 cd "$REPO_ROOT"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# Every rank that a test starts would compile the package anew.
+unset PYTHONDONTWRITEBYTECODE
 
 if [[ "$ALL" == true ]]; then
   "$VENV_PYTHON" -m ruff check .

@@ -124,10 +124,8 @@ def test_runs_that_are_killed_before_and_after_go_back_as_an_undisturbed_one(rec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["", "--parallel.tensor_model_parallel_size=2"])
-def test_all_ranks_go_back_together(run_ranks, recipe, tmp_path, layout):
-    more = ["--checkpoint.keep=2", *filter(None, [layout])]
-    run_ranks(2, train, recipe, str(tmp_path / "run"), *more)
+def test_all_ranks_go_back_together(run_ranks, recipe, tmp_path):
+    run_ranks(2, train, recipe, str(tmp_path / "run"), "--checkpoint.keep=2")
     assert_went_back(tmp_path / "run")
 
 
