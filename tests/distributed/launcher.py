@@ -30,8 +30,20 @@ CONTEXT.set_forkserver_preload(
     [
         "diffusers.models.transformers.transformer_flux",
         "diffusers.models.transformers.transformer_wan",
-        "megatron_leangrpo.grpo.commands",
-        "megatron_leangrpo.grpo.experiment",
+        "jsonargparse.typing",
+        "megatron.core.dist_checkpointing",
+        "megatron.core.distributed",
+        "megatron.core.optimizer",
+        "megatron.core.parallel_state",
+        "megatron.core.tensor_parallel",
+        "megatron_leangrpo.grpo.trainer",
+        "megatron_leangrpo.models.flux.family",
+        "megatron_leangrpo.models.flux.model",
+        "megatron_leangrpo.models.wan.family",
+        "megatron_leangrpo.models.wan.model",
+        "megatron_leangrpo.overlap.linear",
+        "megatron_leangrpo.overlap.ulysses",
+        "typeshed_client.parser",
     ]
 )
 
