@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -82,14 +83,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+def pytest_collection_finish() -> None:
+    """Imported modules stay: megatron's checkpoints, which collect garbage, need not search them."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def run_ranks() -> Iterator[RankLauncher]:
     """Run a function on real gloo ranks: `run_ranks(world_size, function, *args, **kwargs)`.
 
     Returns a list with every rank's return value, in rank order. `function` must be defined at the
     top level of a test module; its arguments and its results must pickle (tensors are fine).
-    The ranks are processes started once per world size and reused, one thread each, already joined
-    in a gloo world: call `platform.initialize_distributed(tensor_model_parallel_size)` first, as
+    The ranks are processes that are reused until another world size is asked for, one thread each,
+    already joined in a gloo world: call `platform.initialize_distributed(tensor_model_parallel_size)` first, as
     often as you like and with any size, and never `destroy_distributed()`. One rank alone runs in
     the test's own process.
     A rank that raises fails the test with its traceback; a hang ends after `timeout_seconds`
