@@ -84,7 +84,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Imported modules stay: megatron's checkpoints, which collect garbage, need not search them."""
+    """Imported modules stay: megatron's checkpoints, which collect garbage, leave them out."""
     gc.freeze()
 
 
@@ -95,9 +95,9 @@ def run_ranks() -> Iterator[RankLauncher]:
     Returns a list with every rank's return value, in rank order. `function` must be defined at the
     top level of a test module; its arguments and its results must pickle (tensors are fine).
     The ranks are processes that are reused until another world size is asked for, one thread each,
-    already joined in a gloo world: call `platform.initialize_distributed(tensor_model_parallel_size)` first, as
-    often as you like and with any size, and never `destroy_distributed()`. One rank alone runs in
-    the test's own process.
+    already joined in a gloo world: call `platform.initialize_distributed(...)` first, as often as
+    you like and with any sizes, and never `destroy_distributed()`. One rank alone runs in the
+    test's own process.
     A rank that raises fails the test with its traceback; a hang ends after `timeout_seconds`
     (a keyword, 120 by default). After a failure the next call gets fresh processes.
     """
