@@ -286,6 +286,11 @@ def stage_group() -> dist.ProcessGroup | None:
     return _megatron_group("get_tensor_and_context_parallel_group")
 
 
+def amax_group() -> dist.ProcessGroup | None:
+    """The ranks of one pipeline stage: all that have, or share, the same weights."""
+    return _megatron_group("get_amax_reduction_group", with_context_parallel=True)
+
+
 def trajectory_group() -> dist.ProcessGroup | None:
     """The ranks that work on the same trajectories: tensor, context and pipeline parallel.
 

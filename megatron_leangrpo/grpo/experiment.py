@@ -143,7 +143,8 @@ def build_experiment(config: RunConfig) -> Experiment:
         transport = StageTransport(platform.pp_group(), platform.timeout_seconds())
     one_by_one = None if transport is None else OneByOne(transport)
     policy = Policy(model, grid, architecture.config.params_dtype, one_by_one)
-    calibrate_scales(policy, settings, partial(encode, encoder, architecture), prompts[0])
+    if config.fp8.recipe == "delayed":
+        calibrate_scales(policy, settings, partial(encode, encoder, architecture), prompts[0])
     if sampling.cfg_scale > 1:
         negative = encode(encoder, architecture, [sampling.negative_prompt])
         policy = GuidedPolicy(policy, guidance_of(config, architecture, negative))

@@ -14,7 +14,7 @@ from megatron_leangrpo.grpo.policy import Policy
 from megatron_leangrpo.grpo.rollout import RolloutSettings
 from megatron_leangrpo.parallel.noise import initial_noise_batch
 from megatron_leangrpo.precision.recipe import Fp8Settings
-from megatron_leangrpo.precision.scaling import delayed_scales, recording_scales, renew_scales
+from megatron_leangrpo.precision.scaling import recording_scales, renew_scales
 
 _EXACT_WITH_QUANTIZED = ("replay", "retain")
 
@@ -34,14 +34,6 @@ def fp8_settings(config: RunConfig, needs_backend: bool = True) -> Fp8Settings |
             f"model.dtype = float64: fp8.recipe = {fp8.recipe} quantises bfloat16 or float32"
         )
     _check_backward(config)
-    stages = config.parallel.pipeline_model_parallel_size
-    if settings.is_delayed and stages > 1:
-        # Scales are those of one transformer's tensors, reduced over all ranks and stored once.
-        raise ValueError(
-            f"fp8.recipe = delayed at parallel.pipeline_model_parallel_size = {stages}: stages "
-            "have scales of their own; valid: fp8.recipe = current, blockwise or mxfp8, or a size "
-            "of 1"
-        )
     if fp8.backend == "transformer_engine" and needs_backend:
         from megatron_leangrpo.precision.transformer_engine import check_available
 
@@ -91,11 +83,10 @@ def calibrate_scales(
 ) -> None:
     """Give delayed scaling its first scales: a look at one sample's first and last noise level.
 
-    A collective where there are any; every rank looks at the same. At scale 1, which
-    transformer-engine begins with, small weights would be rounded to E4M3's subnormals.
+    A collective; every rank looks at the same, one without blocks in FP8 has its stage to run. At
+    scale 1, which transformer-engine begins with, small weights would be rounded to E4M3's
+    subnormals.
     """
-    if not delayed_scales(policy.model):
-        return
     shape, dtype = settings.latent_shape, policy.latent_dtype
     x = initial_noise_batch(settings.seed, 0, [(prompt.id, 0)], shape, dtype)
     x, conditioning = x.to(platform.device()), encode([prompt.text])

@@ -3,8 +3,9 @@
 
 transformer-engine renews scales after every forward. Here a rollout and the updates on it must
 quantise alike, or the probability ratio would not be 1 before the first update; so an entry of the
-history is an iteration. Maxima are those of all ranks, as with transformer-engine's `reduce_amax`:
-scales do not depend on the layout.
+history is an iteration, and what is in flight when, on one rank or over pipeline stages, changes
+none. Maxima are those of all ranks that have a block, as with transformer-engine's `reduce_amax`
+in megatron's group for it: scales do not depend on the layout.
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,10 @@ from megatron_leangrpo.precision.recipe import Fp8Settings
 
 
 class DelayedScales(torch.nn.Module):
-    """Scales and histories of a model's tensors `[slots]`, as buffers for a checkpoint."""
+    """Scales and histories of a block's tensors `[slots]`, as buffers for a checkpoint.
+
+    A block's name is that in the whole transformer, on any pipeline stage.
+    """
 
     def __init__(self, slots: int, settings: Fp8Settings) -> None:
         super().__init__()
@@ -45,15 +49,12 @@ class DelayedScales(torch.nn.Module):
             newest.copy_(torch.maximum(newest, amax(x.detach())))
         return self.scale[slot]
 
-    def renew(self) -> None:
-        """Take the scales from the histories and begin a new entry (a collective of the world).
+    def renew(self, newest: torch.Tensor) -> None:
+        """Take the scales from the history with this entry `[slots]` and begin a new one.
 
         `amax_and_scale_update` (transformer-engine, common/recipe/delayed_scaling.cu).
         """
         settings, history = self._settings, self.amax_history
-        newest = history[0].clone()
-        if dist.is_initialized():
-            dist.all_reduce(newest, op=dist.ReduceOp.MAX)
         history[0] = newest
         largest = newest if settings.amax_compute_algo == "most_recent" else history.amax(0)
         self.scale.copy_(
@@ -64,7 +65,7 @@ class DelayedScales(torch.nn.Module):
 
 
 def delayed_scales(model: torch.nn.Module) -> dict[str, DelayedScales]:
-    """The scales of delayed scaling by name: of no, one or several transformers."""
+    """The scales of delayed scaling of each block that is here, by name."""
     return {n: module for n, module in model.named_modules() if isinstance(module, DelayedScales)}
 
 
@@ -78,13 +79,19 @@ def recording_scales(model: torch.nn.Module) -> Iterator[None]:
 
 
 def renew_scales(model: torch.nn.Module) -> None:
-    """Begin with new scales (a collective of all ranks where there are any)."""
-    for scales in delayed_scales(model).values():
-        scales.renew()
+    """Begin with new scales (a collective of all ranks that have these blocks)."""
+    blocks, group = list(delayed_scales(model).values()), platform.amax_group()
+    if not blocks:
+        return
+    newest = torch.cat([scales.amax_history[0] for scales in blocks])
+    if platform.group_size(group) > 1:
+        dist.all_reduce(newest, op=dist.ReduceOp.MAX, group=group)
+    for scales, own in zip(blocks, newest.split([len(scales.scale) for scales in blocks])):
+        scales.renew(own)
 
 
 def sharded_scales(model: torch.nn.Module) -> dict[str, Any]:
-    """The scales for megatron's distributed checkpoints; every rank has the same."""
+    """The scales for megatron's distributed checkpoints; all ranks of a stage have the same."""
     from megatron.core.utils import make_sharded_tensor_for_checkpoint
 
     groups = {"tp_group": platform.tp_group(), "dp_cp_group": platform.dp_cp_group()}

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-import pytest
 import torch
 
 from megatron_leangrpo import platform
@@ -25,6 +24,7 @@ from megatron_leangrpo.precision.transformer_engine import TransformerEngineOper
 from tests.precision.stand_in import transformer_engine
 
 RECIPES = ("delayed", "current", "blockwise", "mxfp8")
+DTYPES = (torch.bfloat16, torch.float32)
 HIDDEN, SHARD, ROWS = 192, 160, 21
 """Features: no multiple of blockwise's 128. Rows of a rank: of no kernel's 16 or 32."""
 
@@ -80,7 +80,6 @@ def _gathered(dtype: torch.dtype) -> list[tuple[str, int, int, bool]]:
 
     What was multiplied is compared here.
     """
-    platform.initialize_distributed(2)
     group, found = platform.tp_group(), []
     rank = group.rank()
     weight = torch.randn(SHARD, HIDDEN, generator=torch.Generator().manual_seed(9)).to(dtype)
@@ -111,17 +110,6 @@ def _gathered(dtype: torch.dtype) -> list[tuple[str, int, int, bool]]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_quantising_before_the_gather_gives_the_bits_of_quantising_after_it(run_ranks, dtype):
-    behind = {"delayed": 4, "current": 4, "blockwise": 8, "mxfp8": 6}
-    for found in run_ranks(2, _gathered, dtype):
-        assert len(found) == 2 * len(RECIPES)
-        for recipe, sent, without, as_many in found:
-            # A byte a number and the scales of a row's blocks, in as many messages.
-            assert sent == ROWS * (HIDDEN + behind[recipe])
-            assert without == ROWS * HIDDEN * dtype.itemsize and as_many
-
-
 def _both_linears(recipe: str, flash: Flash | None, kernels: type) -> list[torch.Tensor]:
     """Output and all gradients of a column- and a row-parallel linear."""
     group, settings = platform.tp_group(), Fp8Settings(recipe)
@@ -144,7 +132,7 @@ def _both_linears(recipe: str, flash: Flash | None, kernels: type) -> list[torch
 
 
 def _with_kernels() -> list[str]:
-    platform.initialize_distributed(2)
+    """On a stand-in with transformer-engine's signatures and layouts."""
     for recipe in RECIPES:
         for flash in (None, Flash(sub_slices=2), Flash(sub_slices=2, in_product=True)):
             expected = _both_linears(recipe, flash, ReferenceOperands)
@@ -156,9 +144,21 @@ def _with_kernels() -> list[str]:
     return list(RECIPES)
 
 
-def test_kernels_quantise_and_multiply_inside_the_overlap(run_ranks):
-    """On a stand-in with transformer-engine's signatures and layouts."""
-    assert run_ranks(2, _with_kernels) == [list(RECIPES)] * 2
+def _on_two_ranks() -> tuple[list[list[tuple[str, int, int, bool]]], list[str]]:
+    platform.initialize_distributed(2)
+    return [_gathered(dtype) for dtype in DTYPES], _with_kernels()
+
+
+def test_quantising_before_the_gather_gives_its_bits_and_kernels_do_it_inside(run_ranks):
+    behind = {"delayed": 4, "current": 4, "blockwise": 8, "mxfp8": 6}
+    for by_dtype, with_kernels in run_ranks(2, _on_two_ranks):
+        assert with_kernels == list(RECIPES)
+        for dtype, found in zip(DTYPES, by_dtype):
+            assert len(found) == 2 * len(RECIPES)
+            for recipe, sent, without, as_many in found:
+                # A byte a number and the scales of a row's blocks, in as many messages.
+                assert sent == ROWS * (HIDDEN + behind[recipe])
+                assert without == ROWS * HIDDEN * dtype.itemsize and as_many
 
 
 def test_delayed_scaling_with_kernels_on_one_rank():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_leangrpo import platform
-from megatron_leangrpo.models.common.fp8 import fp8_linears, use_fp8
+from megatron_leangrpo.models.common.fp8 import fp8_blocks, use_fp8
 from megatron_leangrpo.models.common.weights import initialise
 from megatron_leangrpo.models.flux.family import FAMILY as FLUX
 from megatron_leangrpo.models.flux.model import FluxTransformer
@@ -45,6 +45,10 @@ def alone() -> None:
     platform.initialize_distributed(1)
 
 
+def fp8_linears(model: torch.nn.Module, first_last: int = 0) -> list[torch.nn.Module]:
+    return [linear for linears in fp8_blocks(model, first_last).values() for linear in linears]
+
+
 def names_of(model: torch.nn.Module, first_last: int = 0) -> set[str]:
     names = {module: name for name, module in model.named_modules()}
     return {names[linear] for linear in fp8_linears(model, first_last)}
@@ -74,7 +78,7 @@ def test_kernels_need_features_that_are_multiples_of_theirs(alone):
     model = FLUX.build(small_config(**SIZES))
     with transformer_engine():
         use_fp8(model, Fp8Settings("mxfp8", backend="transformer_engine"))
-        kernels = [getattr(linear, "fp8", None) for linear in fp8_linears(model, 0)]
+        kernels = [getattr(linear, "fp8", None) for linear in fp8_linears(model)]
         assert all(type(one).__name__ == "TransformerEngineOperands" for one in kernels)
         model = FLUX.build(small_config(hidden_size=80, axes_dims_rope=(4, 8, 8)))
         with pytest.raises(ValueError, match=r"must be multiples of 32; valid: fp8\.recipe"):

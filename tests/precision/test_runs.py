@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron_leangrpo.grpo.fp8 import check_fp8_training, fp8_settings
 from megatron_leangrpo.grpo.precision_report import Precision, measure_precision
 from megatron_leangrpo.models.common.weights import unwrapped
 from megatron_leangrpo.precision.scaling import delayed_scales
+from tests.grpo.test_pipelined import FLUX
 from tests.grpo.tiny import (
     WAN,
     first_gradient,
@@ -59,21 +61,42 @@ def same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory) -> Callable[[dict], dict[str, torch.Tensor]]:
+    """The gradient of a model without FP8, computed once."""
+    found: dict[bool, dict[str, torch.Tensor]] = {}
+
+    def gradient(model: dict) -> dict[str, torch.Tensor]:
+        if bool(model) not in found:
+            folder = tmp_path_factory.mktemp("exact")
+            (found[bool(model)],) = gradients_of(build(folder, **model), "replay")
+        return found[bool(model)]
+
+    return gradient
+
+
+# In the others the same linears are called; their scales differ.
 @pytest.mark.parametrize(
-    ("recipe", "model"), [*((recipe, {}) for recipe in RECIPES), ("current", WAN)]
+    ("recipe", "model"),
+    [
+        ("delayed", {}),
+        ("mxfp8", {}),
+        ("current", WAN),
+        pytest.param("current", {}, marks=pytest.mark.slow),
+        pytest.param("blockwise", {}, marks=pytest.mark.slow),
+    ],
 )
-def test_every_schedule_gives_one_gradient(recipe: str, model: dict, tmp_path: Path):
+def test_every_schedule_gives_one_gradient(recipe: str, model: dict, exact, tmp_path: Path):
     experiment = build(tmp_path, fp8=reference(recipe), **model)
     replay, retain, reweight = gradients_of(experiment, "replay", "retain", "reweight")
     assert same_bits(replay, retain)
     # As in float32: the advantage is multiplied after the backward instead of before it.
     assert worst(reweight, replay)[0] < 1e-6
     # FP8 is there: without it the gradient differs by about 1e-2.
-    (exact,) = gradients_of(build(tmp_path, **model), "replay")
-    assert worst(replay, exact)[0] > 1e-3
+    assert worst(replay, exact(model))[0] > 1e-3
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("mxfp8", marks=pytest.mark.slow)])
 def test_recomputation_gives_the_same_bits(recipe: str, tmp_path: Path):
     kept, recomputed = (
         gradients_of(
@@ -99,12 +122,13 @@ def test_rounded_gradients_are_for_replay_and_retain(tmp_path: Path):
 def test_scales_follow_the_iterations_and_leave_the_ratio_at_one(tmp_path: Path):
     grpo = {**ONE_BY_ONE, "iterations": 3}
     experiment = build(tmp_path, fp8=reference("delayed"), grpo=grpo)
-    (scales,) = delayed_scales(experiment.policy.model).values()
-    first = scales.scale.clone()
-    assert (first != 1).all()
+    blocks = delayed_scales(experiment.policy.model)
+    assert list(blocks) == ["double_blocks.0.fp8_scales", "single_blocks.0.fp8_scales"]
+    first = {name: scales.scale.clone() for name, scales in blocks.items()}
+    assert all((scale != 1).all() for scale in first.values())
     for (update,) in train(experiment, 3):
         assert update["ratio_min"] == update["ratio_max"] == 1.0
-    assert not torch.equal(scales.scale, first)
+    assert not any(torch.equal(scales.scale, first[name]) for name, scales in blocks.items())
 
 
 def test_scales_survive_a_checkpoint_and_the_run_goes_on_bit_for_bit(tmp_path: Path):
@@ -137,18 +161,23 @@ def test_scales_survive_a_checkpoint_and_the_run_goes_on_bit_for_bit(tmp_path: P
         train_command(path, ["--checkpoint.resume=true", "--fp8.amax_history_len=5"])
 
 
+def _train_on_ranks(*arguments: Any, **named: Any) -> None:
+    """In a module that has the preset of four blocks."""
+    train_command(*arguments, **named)
+
+
 @pytest.mark.slow
-def test_scales_survive_on_two_ranks_with_waves_and_updates(run_ranks, tmp_path: Path):
-    """Tensor parallel, gathers in slices, two waves and two updates an iteration."""
+def test_scales_survive_on_two_stages_with_waves_and_updates(run_ranks, tmp_path: Path):
+    """The first stage has no block in FP8 and no scales; two waves and two updates an iteration."""
     prompts = write_prompts(tmp_path)
 
     def recipe(name: str) -> tuple[str, Path]:
         config = tiny_config(
             prompts,
-            fp8=reference("delayed", amax_history_len=2),
+            **FLUX,
+            fp8=reference("delayed", amax_history_len=2, first_last_blocks_bf16=1),
             grpo={**ONE_BY_ONE, "prompts_per_iteration": 2, "updates_per_rollout": 2},
-            parallel={"tensor_model_parallel_size": 2},
-            overlap={"mode": "flash"},
+            parallel={"pipeline_model_parallel_size": 2, "pipeline_split": [1, 3]},
             checkpoint={"interval": 1, "export_interval": -1},
             output=str(tmp_path / name),
         )
@@ -157,10 +186,10 @@ def test_scales_survive_on_two_ranks_with_waves_and_updates(run_ranks, tmp_path:
         return write_recipe(config, tmp_path, name), tmp_path / name
 
     path, expected = recipe("undisturbed")
-    run_ranks(2, train_command, path)
+    run_ranks(2, _train_on_ranks, path)
     path, run = recipe("killed")
-    run_ranks(2, train_command, path, killed_in=3)
-    run_ranks(2, train_command, path, ["--checkpoint.resume=true"])
+    run_ranks(2, _train_on_ranks, path, killed_in=3)
+    run_ranks(2, _train_on_ranks, path, ["--checkpoint.resume=true"])
     for name in ("reward_mean", "grad_norm", "ratio_min", "ratio_max"):
         assert metrics_rows(run)[-1][name] == metrics_rows(expected)[-1][name]
     # Second updates see other weights at the same scales.
@@ -185,10 +214,6 @@ def test_scales_survive_on_two_ranks_with_waves_and_updates(run_ranks, tmp_path:
                 "parallel": {"tensor_model_parallel_size": 2},
             },
             "parallel.tensor_model_parallel_size = 2: only 1",
-        ),
-        (
-            {"fp8": reference("delayed"), "parallel": {"pipeline_model_parallel_size": 2}},
-            "valid: fp8.recipe = current, blockwise or mxfp8, or a size of 1",
         ),
         ({"fp8": reference("current"), "model": {"dtype": "float64"}}, "bfloat16 or float32"),
         ({"fp8": reference("delayed", amax_history_len=0)}, "amax_history_len = 0 must be 1"),
@@ -234,10 +259,10 @@ def test_the_report_measures_noise_and_warns_below_it(tmp_path: Path):
     assert "grpo.clip_range = 1e-05" in warning and "3.0e-05" in warning
 
 
-def _replayed_and_retained(prompts: str, overlap: str) -> list[tuple[bool, float]]:
+def _replayed_and_retained(prompts: str) -> list[tuple[bool, float]]:
     """Whether replay and retain agree bit for bit on tensor-parallel ranks; reweight's error."""
     found = []
-    for recipe in RECIPES:
+    for recipe, overlap in zip(RECIPES, ("flash", "off", "off", "flash")):
         config = tiny_config(
             prompts,
             fp8=reference(recipe),
@@ -252,8 +277,7 @@ def _replayed_and_retained(prompts: str, overlap: str) -> list[tuple[bool, float
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", ["off", "flash"])
-def test_on_two_ranks_every_schedule_gives_one_gradient(run_ranks, overlap: str, tmp_path: Path):
-    for results in run_ranks(2, _replayed_and_retained, write_prompts(tmp_path), overlap):
+def test_on_two_ranks_every_schedule_gives_one_gradient(run_ranks, tmp_path: Path):
+    for results in run_ranks(2, _replayed_and_retained, write_prompts(tmp_path)):
         for same, error in results:
             assert same and error < 1e-6

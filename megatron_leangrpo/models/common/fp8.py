@@ -24,10 +24,23 @@ def use_fp8(transformer: torch.nn.Module, settings: Fp8Settings) -> None:
     keep the model's dtype, as what is outside the blocks does (embeddings, head). ``ValueError``
     where no block is left or the backend is not here.
     """
-    linears = fp8_linears(transformer, settings.first_last_blocks_bf16)
-    operands_of = _operands_of(settings, linears)
-    slots = 0
-    shared = None
+    blocks = fp8_blocks(transformer, settings.first_last_blocks_bf16)
+    operands_of = _operands_of(settings, [x for linears in blocks.values() for x in linears])
+    for block, linears in blocks.items():
+        slots = _number(linears, settings, operands_of)
+        if settings.is_delayed:
+            with torch.device(linears[0].bias.device):
+                block.fp8_scales = DelayedScales(slots, settings)
+            for linear in linears:
+                for attribute in _attributes(linear):
+                    getattr(linear, attribute).scales = block.fp8_scales
+
+
+def _number(
+    linears: list[Linear], settings: Fp8Settings, operands_of: type[ReferenceOperands]
+) -> int:
+    """Give a block's linears operands, whose tensors are numbered; returns how many there are."""
+    slots, shared = 0, None
     for linear in linears:
         shares = isinstance(linear, ColumnParallelLinear) and linear.shares_input
         for attribute in _attributes(linear):
@@ -39,12 +52,7 @@ def use_fp8(transformer: torch.nn.Module, settings: Fp8Settings) -> None:
             slots = operands.slot + 1
             setattr(linear, attribute, operands)
         shared = operands.input_slot if shares else None
-    if settings.is_delayed and linears:
-        with torch.device(linears[0].bias.device):
-            transformer.fp8_scales = DelayedScales(slots, settings)
-        for linear in linears:
-            for attribute in _attributes(linear):
-                getattr(linear, attribute).scales = transformer.fp8_scales
+    return slots
 
 
 def _operands_of(settings: Fp8Settings, linears: list[Linear]) -> type[ReferenceOperands]:
@@ -78,19 +86,23 @@ def _ranks_of_input(linear: Linear) -> torch.distributed.ProcessGroup | None:
     return linear.tp_group if is_cut else None
 
 
-def fp8_linears(transformer: torch.nn.Module, first_last: int) -> list[Linear]:
-    """The linears of tokens in all blocks but the `first_last` at either end."""
+def fp8_blocks(
+    transformer: torch.nn.Module, first_last: int
+) -> dict[torch.nn.Module, list[Linear]]:
+    """The linears of tokens in all blocks that are here but the `first_last` at either end."""
     count = transformer.config.num_layers
     if 2 * first_last >= count:
         raise ValueError(
             f"fp8.first_last_blocks_bf16 = {first_last} leaves none of the {count} blocks in "
             f"FP8; valid: 0 to {(count - 1) // 2}"
         )
-    return [
-        module
+    return {
+        block: [
+            module
+            for module in block.modules()
+            if isinstance(module, RowParallelLinear | JoinedRowParallelLinear)
+            or (isinstance(module, ColumnParallelLinear) and module.takes_tokens)
+        ]
         for number, block in transformer.numbered_blocks.items()
         if first_last <= number < count - first_last
-        for module in block.modules()
-        if isinstance(module, RowParallelLinear | JoinedRowParallelLinear)
-        or (isinstance(module, ColumnParallelLinear) and module.takes_tokens)
-    ]
+    }
