@@ -16,7 +16,7 @@ from unittest import mock
 import psutil
 import pytest
 
-from megatron_leangrpo import platform
+from megatron_leangrpo.grpo import commands
 from megatron_leangrpo.grpo.trainer import Trainer
 from tests.grpo import tiny
 
@@ -30,7 +30,7 @@ def soak(folder: Path, iterations: int = ITERATIONS) -> dict[int, tuple[int, int
     """Resident bytes, file descriptors and threads after every fiftieth iteration of a run."""
     config = tiny.tiny_config(
         tiny.write_prompts(folder),
-        sampling={"height": 32, "width": 32, "num_steps": 3},
+        sampling={"height": 32, "width": 32, "num_steps": 2},
         grpo={
             "iterations": iterations,
             "prompts_per_iteration": 1,
@@ -58,9 +58,9 @@ def soak(folder: Path, iterations: int = ITERATIONS) -> dict[int, tuple[int, int
                 threading.active_count(),
             )
 
+    # The command itself: `tiny.train_command` keeps what it is asked about, every iteration more.
     with mock.patch.object(Trainer, "_run_iteration", measured):
-        tiny.train_command(tiny.write_recipe(config, folder), [f"--output={folder}/run"])
-    platform.destroy_distributed()
+        commands.train(tiny.write_recipe(config, folder), [f"--output={folder}/run"])
     return found
 
 
@@ -95,7 +95,6 @@ def test_file_descriptors_and_threads_do_not_grow(held):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.xfail(reason="3.3 % from iteration 349 to 1000, 1 MB a checkpoint: cause unknown")
 def test_memory_does_not_grow(held):
     memory, _, _ = zip(*held[WARM // EVERY :], strict=True)
     assert max(memory) <= 1.02 * memory[0], held
