@@ -15,7 +15,7 @@ from megatron_leangrpo.grpo.fp8 import check_fp8_training
 from megatron_leangrpo.grpo.inputs import check_parts, check_prompts, latent_geometry, read_prompts
 from megatron_leangrpo.grpo.pipeline_facts import describe_stages, few_waves
 from megatron_leangrpo.grpo.placement import Group, check_placement, place
-from megatron_leangrpo.grpo.planning import resolve_auto
+from megatron_leangrpo.grpo.planning import resolve_auto, with_stages
 from megatron_leangrpo.grpo.rollout import RolloutSettings
 from megatron_leangrpo.grpo.routing import saved_backwards
 from megatron_leangrpo.grpo.run_reward import build_run_reward, describe_rewards
@@ -62,6 +62,7 @@ def check_run(config: RunConfig, world_size: int, needs_weights: bool = True) ->
     architecture = resolve_architecture(config, needs_weights=needs_weights)
     check_parts(architecture)
     architecture.check_weights()
+    architecture = with_stages(config, architecture)
     shape, grid = latent_geometry(config, architecture)
     settings = RolloutSettings.from_config(config.sampling, shape, config.seed)
     objective_config(config)

@@ -32,6 +32,7 @@ from megatron_leangrpo.grpo.iteration import IterationRunner
 from megatron_leangrpo.grpo.objective import Objective
 from megatron_leangrpo.grpo.passes import WholeModel
 from megatron_leangrpo.grpo.pipelined import PipelinedModel
+from megatron_leangrpo.grpo.planning import with_stages
 from megatron_leangrpo.grpo.policy import Policy
 from megatron_leangrpo.grpo.reference import reference_of
 from megatron_leangrpo.grpo.rollout import RolloutSettings, sigma_schedule
@@ -123,6 +124,7 @@ def build_experiment(config: RunConfig) -> Experiment:
     """
     architecture = resolve_architecture(config)
     check_parts(architecture)
+    architecture = with_stages(config, architecture)
     prompts, evaluation_prompts = read_prompts(config)
     reward = build_run_reward(config.reward)
     check_prompts(config, reward, prompts, evaluation_prompts)

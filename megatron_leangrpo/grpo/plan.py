@@ -65,7 +65,7 @@ def plan(
     own = [candidate for candidate in found if candidate.ranks == configured]
     if own and choice.chosen not in own:
         on_own = _choose_or_why_not(work, own, gpu, device)
-        for line in configured_lines(on_own, configured):
+        for line in configured_lines(on_own, configured, work, gpu):
             console.line(line)
     if timeline_path is not None:
         drawn = _to_draw(choice, configured, gpu)

@@ -19,6 +19,7 @@ from megatron_leangrpo.planner import gpus
 from megatron_leangrpo.planner.adapters import Adapters
 from megatron_leangrpo.planner.packing import Packing
 from megatron_leangrpo.planner.selector import Candidate, Choice, candidates, choose
+from megatron_leangrpo.planner.splitting import split_of
 from megatron_leangrpo.planner.workload import Batch, Jagg, Ranks, Workload
 
 
@@ -34,6 +35,8 @@ def workload_of(config: RunConfig, architecture: Architecture) -> Workload:
         trained_steps=settings.selector.num_trained(0),
         width=model.params_dtype.itemsize,
         samples=grpo.prompts_per_iteration * grpo.group_size,
+        # Three colours in float32.
+        picture=12 * sampling.num_frames * sampling.height * sampling.width,
         micro_batch=grpo.micro_batch_size,
         updates=grpo.updates_per_rollout,
         guided=sampling.cfg_scale > 1,
@@ -53,6 +56,24 @@ def workload_of(config: RunConfig, architecture: Architecture) -> Workload:
         jagg=Jagg(grpo.jagg_on, grpo.jagg_window, grpo.jagg_frac),
         companions=_companions(config, architecture),
     )
+
+
+def with_stages(config: RunConfig, architecture: Architecture) -> Architecture:
+    """The architecture with its blocks dealt to the stages of a run's pipeline by their time, where
+    the recipe says nothing else.
+    """
+    settings = architecture.config
+    if settings.pipeline_model_parallel_size == 1 or settings.pipeline_split is not None:
+        return architecture
+    in_one_piece = dataclasses.replace(settings, pipeline_model_parallel_size=1)
+    work = workload_of(config, dataclasses.replace(architecture, config=in_one_piece))
+    ranks = Ranks(
+        settings.tensor_model_parallel_size,
+        settings.context_parallel_size,
+        pipeline=settings.pipeline_model_parallel_size,
+    )
+    dealt = dataclasses.replace(settings, pipeline_split=split_of(work, ranks))
+    return dataclasses.replace(architecture, config=dealt)
 
 
 _BLOCKS = {"single_transformer_blocks": "single", "transformer_blocks": "double", "blocks": "cross"}

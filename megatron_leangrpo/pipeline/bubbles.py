@@ -84,17 +84,46 @@ def stepwise_rollout(times: StageTimes, trajectories: int, steps: int) -> float:
     return steps * _stream(times.forward, times.latency, trajectories)
 
 
-def few_trajectories(schedule: Schedule, stages: int, trajectories: int, steps: int) -> str | None:
-    """What too few trajectories in flight cost, in a sentence; None where there are enough."""
-    if trajectories >= stages:
-        return None
+def waiting_in_rings(
+    schedule: Schedule,
+    times: StageTimes,
+    trajectories: int,
+    in_flight: int,
+    steps: int,
+    windows: Sequence[Window],
+) -> float:
+    """`waiting` where `in_flight` of all trajectories go around together; the last ones may be
+    fewer.
+    """
+    full, rest = divmod(trajectories, in_flight)
+    taken = sum(
+        count * size / (1 - waiting(schedule, times, size, steps, windows))
+        for size, count in ((in_flight, full), (rest, 1))
+        if size and count
+    )
+    return 1 - trajectories / taken
+
+
+def few_trajectories(
+    schedule: Schedule, stages: int, trajectories: int, in_flight: int, steps: int
+) -> str | None:
+    """What it costs that too few of all trajectories are in flight, be it only the last ones, in a
+    sentence; None where there are enough, or it is less than a point.
+    """
     times, windows = StageTimes.even(stages), [(step,) for step in range(max(1, steps - 1))]
-    now, enough = (waiting(schedule, times, m, steps, windows) for m in (trajectories, stages))
-    one = trajectories == 1
+    now = waiting_in_rings(schedule, times, trajectories, in_flight, steps, windows)
+    enough = waiting(schedule, times, stages, steps, windows)
+    last = trajectories % in_flight
+    if in_flight < stages:
+        one, subject = in_flight == 1, f"{in_flight} trajector{'y' if in_flight == 1 else 'ies'}"
+    elif 0 < last < stages and now - enough >= 0.01:
+        few = "" if last == 1 else f" {last}"
+        one, subject = last == 1, f"the last{few} of {trajectories} trajectories"
+    else:
+        return None
     return (
-        f"{trajectories} {'trajectory is' if one else 'trajectories are'} in flight on {stages} "
-        f"pipeline stages, which wait for {now:.0%} of the time; with {stages} in flight it would "
-        f"be {enough:.0%}"
+        f"{subject} {'is' if one else 'are'} in flight on {stages} pipeline stages, which wait for "
+        f"{now:.0%} of the time; with {stages} in flight it would be {enough:.0%}"
     )
 
 

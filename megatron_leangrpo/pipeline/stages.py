@@ -102,16 +102,6 @@ def balanced_split(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:
     return tuple(end - begin for begin, end in pairwise((*found[2], blocks)))
 
 
-def time_costs(
-    block_seconds: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0
-) -> list[list[float]]:
-    """Costs by time; `first` and `last` are the embedders' and the output layer's seconds."""
-    row = list(block_seconds)
-    row[0] += first
-    row[-1] += last
-    return [row] * stages
-
-
 def memory_costs(
     block_weights: Sequence[float], block_graphs: Sequence[float], kept: Sequence[int]
 ) -> list[list[float]]:

@@ -6,7 +6,12 @@ from functools import lru_cache
 
 from megatron_leangrpo.models.common.shape import TransformerShape
 from megatron_leangrpo.planner.blocks import Layout
-from megatron_leangrpo.planner.kinds import block_tape, input_bytes, output_tape
+from megatron_leangrpo.planner.kinds import (
+    block_tape,
+    embedding_work,
+    input_bytes,
+    output_tape,
+)
 from megatron_leangrpo.planner.tape import Tape
 
 
@@ -70,9 +75,10 @@ def graph_memory(shape: TransformerShape, layout: Layout, recompute: str) -> Gra
 def forward_cost(shape: TransformerShape, layout: Layout) -> ForwardCost:
     """Work of one forward."""
     tapes = [tape for tape, _ in _tapes(shape, layout)]
+    flops, written = embedding_work(shape, layout)
     return ForwardCost(
-        flops=sum(tape.flops for tape in tapes),
-        written=sum(tape.written for tape in tapes),
+        flops=flops + sum(tape.flops for tape in tapes),
+        written=written + sum(tape.written for tape in tapes),
         sent=sum(tape.sent for tape in tapes),
         exchanged=sum(tape.exchanged for tape in tapes),
         collectives=sum(tape.collectives for tape in tapes),

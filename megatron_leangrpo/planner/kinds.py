@@ -161,6 +161,9 @@ def input_bytes(shape: TransformerShape, layout: Layout) -> int:
         return _conditioning(write, shape.kinds[0])
     # The conditioning vector, and the two or three small MLPs it comes from.
     kept = 10 * write.vector
+    if shape.kinds[0] == "cross":
+        # The text inside and behind its own MLP; all blocks attend to the latter.
+        kept += 3 * write.rows(shape.text_tokens, shape.hidden)
     if layout.batch > 1:
         # Put into the order of tokens; a single sample is in that order already.
         kept += write.rows(shape.image_tokens, shape.in_channels)
@@ -173,6 +176,19 @@ def input_bytes(shape: TransformerShape, layout: Layout) -> int:
         for count in streams:
             kept += write.rows(write.all_tokens(count), shape.hidden) - write.stream(count)
     return kept
+
+
+def embedding_work(shape: TransformerShape, layout: Layout) -> tuple[float, int]:
+    """FLOPs and written bytes of embedding latents and text, whole on every rank."""
+    if not shape.is_first:
+        return 0.0, 0
+    write = BlockWriter(shape, layout)
+    image, text = shape.image_tokens, shape.text_tokens
+    numbers, written = image * shape.in_channels + text * shape.text_width, image + text
+    if shape.kinds[0] == "cross":
+        # An MLP for the text.
+        numbers, written = numbers + text * shape.hidden, written + 2 * text
+    return 2.0 * layout.batch * numbers * shape.hidden, write.rows(written, shape.hidden)
 
 
 def boundary_bytes(shape: TransformerShape, layout: Layout, kind: BlockKind) -> int:

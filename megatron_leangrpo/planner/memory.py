@@ -90,10 +90,16 @@ def peak_activations(
     graphs = graphs_held(work, batch, schedule, approximated)
     # Two forwards of one velocity, where guidance runs so, share one backward.
     peak = _backward_peak(graph, graphs, work.graphs)
+    base = base_of(work, schedule)
     if work.kl:
         # The reference model runs in the rollout, while graphs are there that are kept then.
-        kept = 0 if base_of(work, schedule) == "replay" else graphs
+        kept = 0 if base == "replay" else graphs
         peak = max(peak, kept * graph.held + graph.without)
+    if work.shape.is_first:
+        # Waves that were rolled out together are scored together; decoding takes a copy.
+        kept = graphs if base == "retain" else 0
+        pictures = (batch.waves_in_flight + 1) * batch.wave_size * work.picture
+        peak = max(peak, kept * graph.held + pictures)
     return peak + kept_data(work, batch)
 
 
@@ -135,12 +141,18 @@ def backwards(work: Workload, wave_size: int) -> float:
 
 
 def kept_data(work: Workload, batch: Batch) -> int:
-    """Bytes of latents, velocities and embedded prompts of the waves that wait to be trained."""
+    """Bytes of latents, velocities and embedded prompts of the waves that wait to be trained.
+
+    Of pipeline stages the first one has the latents that a trained step began with and the last one
+    all of it; every stage has prompts and final latents.
+    """
     steps = math.ceil(work.trained_steps_of(batch.wave_size))
     latent = batch.wave_size * work.latent
     prompt = batch.wave_size * work.shape.text_tokens * work.shape.text_width * work.width
     # Every trained step leaves its velocity, the reference's and the latents it led to; what is
     # being sampled or weighed has a few tensors of that size more.
-    latents = (2 + work.kl) * steps + 1
-    waiting = batch.pending * (latents * latent + prompt * (2 if work.guided else 1))
-    return waiting + 4 * latent
+    of_a_step, momentary = int(work.shape.is_first), 0
+    if work.shape.is_last:
+        of_a_step, momentary = 2 + work.kl, 4
+    waiting = (of_a_step * steps + 1) * latent + prompt * (2 if work.guided else 1)
+    return batch.pending * waiting + momentary * latent

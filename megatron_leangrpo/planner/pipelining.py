@@ -2,7 +2,7 @@
 """Memory and seconds of a rank where the blocks are split over pipeline stages.
 
 A stage is reckoned as a transformer of its blocks alone, with the embedders on the first stage and
-the output on the last one. Inputs and what waits to be trained are counted on every stage.
+the output on the last one.
 """
 
 import math
@@ -10,16 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron_leangrpo.models.common.shape import BlockKind, TransformerShape
-from megatron_leangrpo.pipeline.bubbles import waiting
+from megatron_leangrpo.pipeline.bubbles import waiting_in_rings
 from megatron_leangrpo.pipeline.order import Schedule, Window, most_kept, phases
-from megatron_leangrpo.pipeline.stages import balanced_split, time_costs
 from megatron_leangrpo.pipeline.times import StageTimes
-from megatron_leangrpo.planner.blocks import Layout
 from megatron_leangrpo.planner.gpus import Gpu
-from megatron_leangrpo.planner.kinds import block_tape, boundary_bytes
+from megatron_leangrpo.planner.kinds import boundary_bytes
 from megatron_leangrpo.planner.memory import RankMemory, base_of, rank_memory, windows
 from megatron_leangrpo.planner.seconds import IterationSeconds, iteration_seconds, pass_seconds
+from megatron_leangrpo.planner.splitting import split_of, stage_works
 from megatron_leangrpo.planner.workload import Batch, Ranks, Workload
 
 
@@ -33,39 +31,6 @@ class StagePlan:
     """Seconds of a wave's forward."""
     backward: float
     """Seconds of a wave's backward, recomputed forwards included."""
-
-
-@lru_cache(maxsize=512)
-def stage_works(work: Workload, stages: int) -> tuple[Workload, ...]:
-    """The run as each stage sees it."""
-    works, begin = [], 0
-    weights = [_weights(work.shape, kind) for kind in work.shape.kinds]
-    for count in split_of(work, stages):
-        own = range(begin, begin + count)
-        trainable = work.trainable
-        if trainable is not None:
-            share = sum(weights[n] for n in own) / sum(weights)
-            trainable = math.ceil(trainable * share)
-        works.append(replace(work, shape=work.shape.stage(own), trainable=trainable))
-        begin += count
-    return tuple(works)
-
-
-@lru_cache(maxsize=512)
-def split_of(work: Workload, stages: int) -> tuple[int, ...]:
-    """Blocks of each stage, as a run splits them; a list is for its own number of stages."""
-    kinds, split = work.shape.kinds, work.pipeline_split
-    if isinstance(split, tuple) and len(split) == stages:
-        return split
-    if split == "memory":
-        return balanced_split([[_weights(work.shape, kind) for kind in kinds]] * stages)
-    return balanced_split(time_costs([1.0] * len(kinds), stages))
-
-
-@lru_cache(maxsize=64)
-def _weights(shape: TransformerShape, kind: BlockKind) -> int:
-    # With one byte a number the bytes of a tape's weight gradients are its parameters.
-    return block_tape(kind, shape, Layout(batch=1, width=1)).weights
 
 
 def trained_windows(work: Workload, schedule: str, wave_size: int) -> tuple[Window, ...]:
@@ -96,7 +61,7 @@ def stage_plans(
     return tuple(
         StagePlan(sum(n for _, n in own.shape.blocks), memory, forward, backward)
         for own, memory, forward, backward in zip(
-            stage_works(work, ranks.pipeline), memories, times.forward, times.backward
+            stage_works(work, ranks), memories, times.forward, times.backward
         )
     )
 
@@ -125,9 +90,7 @@ def stage_memories(
             ),
             messages=message,
         )
-        for own, graphs, message in zip(
-            stage_works(work, ranks.pipeline), zip(*kept, strict=True), messages
-        )
+        for own, graphs, message in zip(stage_works(work, ranks), zip(*kept, strict=True), messages)
     ]
 
 
@@ -144,7 +107,7 @@ def _messages(work: Workload, batch: Batch, ranks: Ranks) -> Iterator[int]:
     """Bytes of the messages of each stage: to and from a neighbour one waits to be taken."""
     layout = work.layout(ranks, "none", batch.wave_size)
     kinds, begin, before = work.shape.kinds, 0, 0
-    for count in split_of(work, ranks.pipeline):
+    for count in split_of(work, ranks):
         begin += count
         is_last = begin == len(kinds)
         after = 0 if is_last else boundary_bytes(work.shape, layout, kinds[begin])
@@ -157,8 +120,8 @@ def stage_times(work: Workload, batch: Batch, recompute: str, ranks: Ranks, gpu:
     """Seconds of a wave's forward and backward on each stage, and of the way to the next one."""
     inside = replace(ranks, pipeline=1)
     passes = [
-        pass_seconds(own, batch, recompute, inside, gpu)
-        for own in stage_works(work, ranks.pipeline)
+        pass_seconds(own, batch.wave_size, recompute, inside, gpu)
+        for own in stage_works(work, ranks)
     ]
     # Stages are as far apart as can be: all ranks of one stage come before those of the next.
     inside_node = ranks.trajectory * ranks.data * ranks.pipeline <= gpu.per_node
@@ -180,7 +143,7 @@ def pipeline_seconds(
     inside = replace(ranks, pipeline=1)
     alone = [
         iteration_seconds(own, batch, schedule, recompute, inside, gpu)
-        for own in stage_works(work, ranks.pipeline)
+        for own in stage_works(work, ranks)
     ]
     idle = iteration_bubble(work, batch, schedule, recompute, ranks, gpu)
     busy = (1 - idle) * ranks.pipeline
@@ -198,10 +161,5 @@ def iteration_bubble(
     """Share in which the stages wait: waves go through them in rounds, the last one a small one."""
     times = stage_times(work, batch, recompute, ranks, gpu)
     own = trained_windows(work, schedule, batch.wave_size)
-    rounds, rest = divmod(batch.waves, batch.waves_in_flight)
-    sizes = {batch.waves_in_flight: rounds, **({rest: 1} if rest else {})}
-    taken = sum(
-        count * size / (1 - waiting(base_of(work, schedule), times, size, work.sampled_steps, own))
-        for size, count in sizes.items()
-    )
-    return 1 - batch.waves / taken
+    rings = batch.waves, batch.waves_in_flight
+    return waiting_in_rings(base_of(work, schedule), times, *rings, work.sampled_steps, own)

@@ -1,7 +1,7 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """What `leangrpo plan` prints and writes: a short table, the reasons, and everything as JSON."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from megatron_leangrpo.pipeline.bubbles import few_trajectories
@@ -14,6 +14,7 @@ from megatron_leangrpo.planner.selector import (
     forward_cost_line,
     name_of,
 )
+from megatron_leangrpo.planner.splitting import split_of
 from megatron_leangrpo.planner.workload import Ranks, Workload
 from megatron_leangrpo.reporting.console import Console
 from megatron_leangrpo.reporting.sentences import number
@@ -31,11 +32,13 @@ def print_plan(console: Console, title: str, choice: Choice, work: Workload, gpu
     )
     console.line()
     console.line(f"chosen: {label(choice.chosen)}, {choice.reasons[choice.chosen]}")
-    for line in _explanations(choice, work):
+    for line in _explanations(choice, work, gpu):
         console.line(line)
 
 
-def configured_lines(found: Choice | ValueError, ranks: Ranks) -> list[str]:
+def configured_lines(
+    found: Choice | ValueError, ranks: Ranks, work: Workload, gpu: Gpu
+) -> list[str]:
     """What the configured layout would get, where another one was chosen."""
     setting = f"on {ranks}, as configured"
     if isinstance(found, ValueError):
@@ -45,10 +48,10 @@ def configured_lines(found: Choice | ValueError, ranks: Ranks) -> list[str]:
         f"{setting}: {name_of(chosen)}, {found.reasons[chosen]}, "
         f"{number(chosen.seconds.total)} s an iteration"
     )
-    return [line, *_stage_lines(chosen)]
+    return [line, *_stage_lines(chosen, work, gpu)]
 
 
-def _stage_lines(candidate: Candidate) -> list[str]:
+def _stage_lines(candidate: Candidate, work: Workload, gpu: Gpu) -> list[str]:
     """How a layout with pipeline stages is split, and what it waits for."""
     stages, ranks = candidate.stages, candidate.ranks
     if not stages:
@@ -61,13 +64,16 @@ def _stage_lines(candidate: Candidate) -> list[str]:
     times = [stage.forward + stage.backward for stage in stages]
     uneven = max(times) * len(times) / sum(times) - 1
     if uneven > 0.02:
-        slowest = times.index(max(times))
+        slowest, own = times.index(max(times)), tuple(stage.blocks for stage in stages)
+        even = split_of(replace(work, pipeline_split=None), ranks, gpu)
+        advice = "no other cut" if even == own else f"parallel.pipeline_split = {list(even)}"
         lines.append(
             f"  stage {slowest} is {uneven:.0%} slower than the mean of the stages, which wait for "
-            "it (parallel.pipeline_split)"
+            f"it: {advice} is more even on {gpu.name}"
         )
     flight = candidate.waves_in_flight
-    few = few_trajectories(candidate.schedule, ranks.pipeline, flight, candidate.steps)
+    rings = candidate.waves, flight
+    few = few_trajectories(candidate.schedule, ranks.pipeline, *rings, candidate.steps)
     if few is not None:
         lines.append(f"  warning: {few} (parallel.pipeline_waves_in_flight)")
     return lines
@@ -160,7 +166,7 @@ def label(candidate: Candidate) -> str:
     return f"{name_of(candidate)} on {candidate.ranks}"
 
 
-def _explanations(choice: Choice, work: Workload) -> list[str]:
+def _explanations(choice: Choice, work: Workload, gpu: Gpu) -> list[str]:
     """A line a schedule on the chosen layout: its cost, and the sentence that goes with it."""
     lines = []
     chosen = choice.chosen
@@ -171,7 +177,7 @@ def _explanations(choice: Choice, work: Workload) -> list[str]:
             if c.schedule == schedule and c is not chosen and c.ranks == chosen.ranks
         ]
         lines += [f"  {name_of(c)} there: {choice.reasons[c]}" for c in same]
-    lines += _stage_lines(chosen)
+    lines += _stage_lines(chosen, work, gpu)
     lines.append(f"parts of the memory: {_parts(chosen)}")
     lines.append(forward_cost_line(work))
     return lines

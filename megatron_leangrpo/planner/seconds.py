@@ -79,7 +79,7 @@ def iteration_seconds(
     work: Workload, batch: Batch, schedule: str, recompute: str, ranks: Ranks, gpu: Gpu
 ) -> IterationSeconds:
     """Predict the seconds of one iteration on a layout."""
-    forward, backward = pass_seconds(work, batch, recompute, ranks, gpu)
+    forward, backward = pass_seconds(work, batch.wave_size, recompute, ranks, gpu)
     rollout = batch.waves * work.sampled_steps * forward
     update = 0.0
     off_policy = batch.waves - batch.trained_waves
@@ -94,10 +94,10 @@ def iteration_seconds(
 
 
 def pass_seconds(
-    work: Workload, batch: Batch, recompute: str, ranks: Ranks, gpu: Gpu
+    work: Workload, wave_size: int, recompute: str, ranks: Ranks, gpu: Gpu
 ) -> tuple[float, float]:
     """Seconds of one forward and of one backward of a wave's velocity."""
-    cost = forward_cost(work.shape, work.layout(ranks, recompute, batch.wave_size))
+    cost = forward_cost(work.shape, work.layout(ranks, recompute, wave_size))
     products = cost.flops / gpu.flops(work.width)
     traffic = _TRAFFIC * cost.written / gpu.bandwidth
     # Tensor-parallel ranks are neighbours, then come those of the context.

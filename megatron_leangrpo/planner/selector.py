@@ -34,6 +34,7 @@ class Candidate:
     """Why it cannot be run as configured, whatever the memory."""
     stages: tuple[StagePlan, ...] = ()
     """Of a pipeline; `memory` is that of the one that needs the most."""
+    waves: int = 1
     waves_in_flight: int = 1
     steps: int = 1
     """N."""
@@ -95,6 +96,7 @@ def _candidate(
         forward_equivalents=forward_equivalents(work, schedule, recompute, reference=False),
         problem=_problem(work, schedule),
         stages=stages,
+        waves=batch.waves,
         waves_in_flight=batch.waves_in_flight,
         steps=work.sampled_steps,
     )

@@ -83,6 +83,8 @@ class Workload:
     """Bytes of a weight or activation: 2, 4 or 8."""
     samples: int
     """Trajectories of an iteration, over all ranks."""
+    picture: int = 0
+    """Bytes of a decoded trajectory."""
     micro_batch: int = 1
     updates: int = 1
     """Optimizer updates on one rollout; all but the first are replayed."""

@@ -45,8 +45,8 @@ from tests.checkpoints_tools import published
 from tests.models import wan_parity
 from tests.models.flux_parity import diffusers_model, small_config
 
-Layout = tuple[int, int]
-"""Tensor and pipeline parallel; the other ranks are data parallel."""
+Layout = tuple[int, int] | tuple[int, int, tuple[int, ...]]
+"""Tensor and pipeline parallel, and maybe the split; the other ranks are data parallel."""
 STEPS = 3
 ADAPTED = {
     "transformer_blocks.0.attn.to_q": LowRank(2, 4.0),
@@ -112,9 +112,10 @@ def _gradient(name: str, parameter: torch.nn.Parameter, step: int) -> torch.Tens
 
 
 def _build(layout: Layout, distributed: bool, trained: str, dtype=torch.float32) -> Run:
-    tensor, stages = layout
+    tensor, stages, *split = layout
     platform.initialize_distributed(tensor, pipeline_model_parallel_size=stages)
     sizes = {
+        "pipeline_split": split[0] if split else None,
         "tensor_model_parallel_size": tensor,
         "pipeline_model_parallel_size": stages,
         "params_dtype": dtype,
@@ -178,7 +179,14 @@ CHAIN = [(2, 2), (1, 1), (4, 1), (1, 4), (2, 2)]
         ),
         pytest.param(CHAIN, 4, True, "weights", torch.bfloat16, marks=pytest.mark.slow),
         pytest.param(CHAIN, 4, False, "weights", torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param([(1, 2), (1, 1)], 2, True, "weights", torch.float32, marks=pytest.mark.slow),
+        pytest.param(
+            [(1, 2, (1, 3)), (1, 2, (3, 1))],
+            2,
+            True,
+            "weights",
+            torch.float32,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_run_goes_on_at_any_layout_as_if_it_had_never_changed(

@@ -122,6 +122,8 @@ def test_a_configured_pipeline_is_planned_as_it_will_run():
     assert "warning" not in planned(WAN, *STAGED, count=64)
     uneven = planned(WAN, *STAGED, "--parallel.pipeline_split=[7, 11, 11, 11]", count=64)
     assert "stages: 4 of 7 + 11 + 11 + 11 blocks, 4 waves in flight" in uneven
+    even = "parallel.pipeline_split = [10, 10, 10, 10] is more even on h100-80gb"
+    assert f"slower than the mean of the stages, which wait for it: {even}" in uneven
 
 
 @pytest.mark.parametrize(

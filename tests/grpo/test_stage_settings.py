@@ -9,9 +9,13 @@ import torch
 from megatron_leangrpo.config_reader import read_config, read_recipe, write_config
 from megatron_leangrpo.grpo.architecture import resolve_architecture
 from megatron_leangrpo.grpo.dry_run import check_run, rank_bytes
+from megatron_leangrpo.grpo.pipeline_facts import few_waves
+from megatron_leangrpo.grpo.planning import all_candidates, with_stages, workload_of
 from megatron_leangrpo.models.common.lora import adapter_rules
 from megatron_leangrpo.models.common.weights import full_tensors
 from megatron_leangrpo.models.saving import save_lora_folder
+from megatron_leangrpo.planner.gpus import find_gpu
+from megatron_leangrpo.planner.workload import Ranks
 from tests.grpo import tiny
 
 
@@ -110,3 +114,41 @@ def test_a_split_is_read_and_written(tmp_path, given, split):
     assert config.parallel.pipeline_split == split
     (tmp_path / "again.yaml").write_text(write_config(config), encoding="utf-8")
     assert read_config(read_recipe(str(tmp_path / "again.yaml")), []).parallel == config.parallel
+
+
+@pytest.mark.parametrize("split", [None, [20, 20, 9, 8]])
+def test_a_run_is_split_as_it_is_planned_on_any_device(tmp_path, split):
+    sizes = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 4}
+    config = _config(
+        tmp_path, model={"preset": "flux_dev"}, parallel={**sizes, "pipeline_split": split}
+    )
+    architecture = resolve_architecture(config)
+    dealt = with_stages(config, architecture).config
+    blocks = tuple(len(dealt.stage(n).blocks) for n in range(4))
+    # Double blocks come first, and have more collectives than single ones.
+    assert blocks == tuple(split) if split else blocks[0] < blocks[1] < blocks[3]
+    work = workload_of(config, architecture)
+    for gpu in ("h100-80gb", "l20"):
+        planned = all_candidates(config, work, [Ranks(4, pipeline=4)], find_gpu(gpu))
+        assert {tuple(s.blocks for s in candidate.stages) for candidate in planned} == {blocks}
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "waves", "few", "instead"),
+    [
+        (0, 8, None, None),
+        (2, 8, "2 trajectories are in flight on 4", 4),
+        (0, 2, "2 trajectories are in flight on 4", None),
+        (0, 6, "the last 2 of 6 trajectories are in flight on 4", 6),
+        (0, 9, "the last of 9 trajectories is in flight on 4", 5),
+    ],
+)
+def test_few_waves_are_said_with_what_they_cost(tmp_path, in_flight, waves, few, instead):
+    parallel = {"pipeline_model_parallel_size": 4, "pipeline_waves_in_flight": in_flight}
+    grpo = {"prompts_per_iteration": 1, "group_size": waves, "micro_batch_size": 1}
+    said = few_waves(_config(tmp_path, parallel=parallel, grpo=grpo), 1)
+    if few is None:
+        assert said is None
+        return
+    better = f"pipeline_waves_in_flight = {instead}" if instead else "smaller grpo.micro_batch_size"
+    assert few in said and f"{better} " in said

@@ -99,7 +99,13 @@ def test_large_pipelines_are_played_too():
 
 
 def test_too_few_trajectories_are_told_with_what_they_cost():
-    text = few_trajectories("replay", 4, 2, 10)
+    text = few_trajectories("replay", 4, 8, 2, 10)
     assert text is not None and "2 trajectories are in flight on 4 pipeline stages" in text
     assert "29%" in text and "7%" in text
-    assert few_trajectories("replay", 4, 4, 10) is None
+    assert few_trajectories("replay", 4, 8, 4, 10) is None
+    # Four and two: (4 + 2) / (4 / 0.925 + 2 / 0.71).
+    text = few_trajectories("replay", 4, 6, 4, 10)
+    assert text is not None and "the last 2 of 6 trajectories are in flight on 4 pipeline" in text
+    assert "wait for 16% of the time" in text
+    # 2 of 402 are not worth a word.
+    assert few_trajectories("replay", 4, 402, 4, 10) is None

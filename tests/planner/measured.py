@@ -71,6 +71,8 @@ class Case:
     prompts: int = 1
     lora: int = 0
     """Rank of the adapters; 0 trains all weights."""
+    steps: int = 6
+    """All but the last one are trained."""
 
 
 CASES = {
@@ -117,12 +119,12 @@ def _config(case: Case, prompts: str) -> RunConfig:
             "pipeline_model_parallel_size": case.ranks.pipeline,
         },
         lora={"rank": case.lora},
-        # Six steps, five of them trained: a window of three and one of two.
+        # Of six steps jagg makes a window of three and one of two.
         sampling={
             "height": case.size,
             "width": case.size,
             "num_frames": case.frames,
-            "num_steps": 6,
+            "num_steps": case.steps,
         },
         grpo={
             "prompts_per_iteration": case.prompts,

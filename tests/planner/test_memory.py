@@ -1,6 +1,8 @@
 # Copyright 2026 The megatron_leangrpo authors. SPDX-License-Identifier: Apache-2.0
 """Predicted peaks of activations against the allocator's own events; no formula is fitted."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -35,8 +37,9 @@ def test_the_predicted_peak_is_the_measured_one(single_process, prompts, name):
         assert peaks["reweight"].measured <= factor * peaks["replay"].measured
 
 
-def _saved_on_a_rank(prompts: str, case: Case) -> tuple[int, int]:
-    """Bytes that the graph of one forward keeps on this rank, counted and predicted.
+def _saved_on_a_rank(prompts: str, case: Case) -> tuple[int, int, int]:
+    """Bytes that the graph of one forward keeps on this rank, counted and predicted, and predicted
+    if nothing were in FP8.
 
     The allocator would not do: gloo's threads free what the forward's thread allocated.
     """
@@ -59,7 +62,8 @@ def _saved_on_a_rank(prompts: str, case: Case) -> tuple[int, int]:
     counted = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
     del velocity
     layout = work.layout(case.ranks, case.recompute, case.micro_batch)
-    return counted, graph_memory(work.shape, layout, case.recompute).held
+    plain = dataclasses.replace(layout, packing=None)
+    return counted, *(graph_memory(work.shape, x, case.recompute).held for x in (layout, plain))
 
 
 # 81 image tokens and 7 of text, which two ranks do not divide.
@@ -89,7 +93,7 @@ TENSOR, CONTEXT, BOTH = Ranks(tensor=2), Ranks(context=2), Ranks(tensor=2, conte
 )
 def test_a_rank_keeps_its_predicted_share(run_ranks, prompts, ranks, changes):
     case = Case(ranks=ranks, **changes)
-    for counted, predicted in run_ranks(ranks.trajectory, _saved_on_a_rank, prompts, case):
+    for counted, predicted, _ in run_ranks(ranks.trajectory, _saved_on_a_rank, prompts, case):
         # The small vectors of the conditioning are reckoned together. What the first of three
         # blocks receives needs no gradient where the embedders are frozen.
         assert predicted == pytest.approx(counted, rel=0.05 if case.lora else 0.03)

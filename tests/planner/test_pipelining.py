@@ -12,12 +12,12 @@ from megatron_leangrpo.models.wan.config import WanConfig
 from megatron_leangrpo.planner.memory import rank_memory
 from megatron_leangrpo.planner.pipelining import (
     pipeline_seconds,
-    split_of,
     stage_memories,
-    stage_works,
+    stage_times,
     trained_windows,
 )
 from megatron_leangrpo.planner.seconds import iteration_seconds
+from megatron_leangrpo.planner.splitting import split_of, stage_works
 from megatron_leangrpo.planner.workload import Batch, Jagg, Ranks
 from tests.planner.test_selector import H100, flux, found, wan
 
@@ -32,14 +32,14 @@ def batch_on(ranks: Ranks, waves_in_flight: int | None = None) -> Batch:
 @pytest.mark.parametrize("work", [flux(), wan()], ids=["flux", "wan"])
 def test_stages_together_are_the_whole_transformer(work):
     for stages in (1, 2, 4, 8):
-        shapes = [own.shape for own in stage_works(work, stages)]
+        shapes = [own.shape for own in stage_works(work, Ranks(pipeline=stages))]
         assert sum((shape.kinds for shape in shapes), ()) == work.shape.kinds
         assert sum(shape.parameters for shape in shapes) == work.shape.parameters
         assert [shape.is_first for shape in shapes] == [True] + [False] * (stages - 1)
         assert [shape.is_last for shape in shapes] == [False] * (stages - 1) + [True]
 
 
-@pytest.mark.parametrize("split", [None, "memory", (30, 5, 5, 17)])
+@pytest.mark.parametrize("split", ["memory", (30, 5, 5, 17)])
 def test_a_run_is_split_as_it_is_planned(split):
     for work, settings in ((flux(), flux_dev()), (wan(), WanConfig())):
         own = split
@@ -49,9 +49,38 @@ def test_a_run_is_split_as_it_is_planned(split):
                 own = (10, 5, 5, len(work.shape.kinds) - 20)
         work = dataclasses.replace(work, pipeline_split=own)
         run = dataclasses.replace(settings, pipeline_model_parallel_size=4, pipeline_split=own)
-        assert split_of(work, 4) == tuple(len(run.stage(n).blocks) for n in range(4))
+        assert split_of(work, Ranks(pipeline=4)) == tuple(
+            len(run.stage(n).blocks) for n in range(4)
+        )
         # A list of four numbers says nothing of two stages.
-        assert sum(split_of(work, 2)) == len(work.shape.kinds)
+        assert sum(split_of(work, Ranks(pipeline=2))) == len(work.shape.kinds)
+
+
+@pytest.mark.parametrize("tensor", [1, 4, 8])
+def test_stages_take_as_long_as_one_another(tensor):
+    # A double block of FLUX has ten collectives, a single one three, and twice the weights.
+    ranks = Ranks(tensor, data=2, pipeline=4)
+    work, batch = flux(), batch_on(ranks)
+    times = stage_times(work, batch, "none", ranks, H100)
+    assert max(times.both) < 1.05 * sum(times.both) / 4
+    even = dataclasses.replace(work, pipeline_split=(14, 14, 14, 15))
+    slower = stage_times(even, batch, "none", ranks, H100)
+    assert max(slower.both) > 1.1 * max(times.both)
+    # Wan's are alike, and its text's embedders and output next to nothing beside them.
+    assert split_of(wan(), ranks) == (10, 10, 10, 10)
+
+
+def test_embedders_take_blocks_from_the_first_stage():
+    # Every tensor-parallel rank embeds a long text whole.
+    shape = dataclasses.replace(
+        flux().shape,
+        blocks=(("single", 16),),
+        block_parameters=flux().shape.block_parameters[1:],
+        text_tokens=4096,
+        text_width=16384,
+    )
+    first, second = split_of(dataclasses.replace(flux(), shape=shape), Ranks(8, pipeline=2))
+    assert first < second - 1
 
 
 @pytest.mark.parametrize("schedule", ["replay", "retain", "reweight"])
@@ -72,8 +101,8 @@ def test_stages_share_weights_and_hold_a_graph_for_each_stage_behind_them():
         return stage_memories(flux(), batch_on(ranks), schedule, "none", ranks)
 
     whole, halves, quarters = (memories(pipeline, "reweight") for pipeline in (1, 2, 4))
-    # Double blocks, of the first stages, have most of the weights.
-    assert 0.5 * whole[0].weights < halves[0].weights < 0.7 * whole[0].weights
+    # Double blocks, of the first stages, have most of the weights and take the longest.
+    assert 0.4 * whole[0].weights < halves[0].weights < 0.7 * whole[0].weights
     assert sum(stage.weights for stage in quarters) == pytest.approx(whole[0].weights, rel=1e-6)
     # A gradient buffer for each trajectory in flight is of a stage's weights only.
     assert quarters[0].moments < 3 * whole[0].moments
@@ -96,8 +125,8 @@ def test_pipelines_wait_and_few_trajectories_make_them_wait_longer():
 
     alone = Ranks(4, data=8)
     whole = iteration_seconds(flux(), batch_on(alone), "reweight", "none", alone, H100)
-    # Equal numbers of blocks take unequal times where collectives count.
-    assert 0.05 < seconds_with(4).idle < 0.35
+    # 12.3 % if the stages could be equal.
+    assert 0.1 < seconds_with(4).idle < 0.15
     # Four times the devices.
     assert whole.total / 4 < seconds_with(4).total < whole.total / 2
     assert seconds_with(2, "replay").idle > 0.25

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from megatron_leangrpo.overlap.settings import OverlapSettings
-from megatron_leangrpo.pipeline.stages import Stage, balanced_split, check_split, time_costs
+from megatron_leangrpo.pipeline.stages import Stage, balanced_split, check_split
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -48,7 +48,8 @@ class TransformerSettings:
     pipeline_model_parallel_size: int = 1
     """Stages over which the blocks are split."""
     pipeline_split: tuple[int, ...] | Literal["memory"] | None = None
-    """Blocks of each stage; None balances their time, memory their weights."""
+    """Blocks of each stage; None balances their number, memory their weights. A run balances their
+    time, for which it needs to know more than the model."""
     sequence_parallel: bool = False
     """Shard the tokens between the linears over the same ranks; without effect on one rank."""
     overlap: OverlapSettings = field(default_factory=OverlapSettings)
@@ -78,10 +79,8 @@ class TransformerSettings:
         """A stage of the pipeline; ``ValueError`` for a split that cannot be."""
         stages, split = self.pipeline_model_parallel_size, self.pipeline_split
         if split is None:
-            # Every block multiplies every token with as many weights: FLUX's double blocks have two
-            # sets, each for tokens of its own. Of what is left over the last stages, which hold the
-            # fewest graphs, have one block more.
-            split = balanced_split(time_costs([1.0] * self.num_blocks, stages))
+            # Of what is left over the last stages, which hold the fewest graphs, have one more.
+            split = balanced_split([[1.0] * self.num_blocks] * stages)
         elif split == "memory":
             split = balanced_split([self.block_weights] * stages)
         else:
