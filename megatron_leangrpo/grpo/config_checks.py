@@ -77,12 +77,6 @@ def check_bounds(config: RunConfig) -> None:
     if config.optimizer.adam_eps == 0:
         raise ValueError("optimizer.adam_eps = 0 must be above 0, such as 1e-8")
     check_lora(config.lora, config.grpo.reference_offload)
-    stages = config.parallel.pipeline_model_parallel_size
-    if config.grpo.reference_offload and stages > 1:
-        raise ValueError(
-            "grpo.reference_offload = true: a pipeline stage keeps its part of the reference on "
-            f"its device, and parallel.pipeline_model_parallel_size is {stages}; valid: false"
-        )
 
 
 def check_training(config: RunConfig) -> None:

@@ -17,7 +17,7 @@ from megatron_leangrpo.grpo.gradient_buffers import GradientBuffers
 from megatron_leangrpo.grpo.policy import Policy
 from megatron_leangrpo.grpo.rollout import WaveRollout
 from megatron_leangrpo.grpo.schedules.base import Around, Schedule, Term, Terms, end_cotangents
-from megatron_leangrpo.grpo.stage_forwards import Evaluation, StageForwards, Tensors
+from megatron_leangrpo.grpo.stage_forwards import StageForwards, Tensors
 from megatron_leangrpo.grpo.trajectory import TrainedStep, WaveTrajectory, Window
 from megatron_leangrpo.pipeline.driver import StageDriver
 from megatron_leangrpo.pipeline.order import Item, Phase, phases, replay_phase, retained_phase
@@ -47,13 +47,13 @@ class PipelinedModel:
     ) -> None:
         self.policy, self.reference, self.buffers = policy, reference, buffers
         self.waves_in_flight, self._stages = waves_in_flight, transport.stages
-        self._forwards, self._stage = StageForwards(policy, reference), policy.model.stage
+        self._stage = policy.model.stage
         self.driver = StageDriver(
             self._run_stage,
             transport,
             self,
-            receives=lambda item: self._forwards.received(self._evaluation(item)),
-            sends=lambda item: self._forwards.sent(self._evaluation(item)),
+            receives=lambda item: self._forwards_of(item).received,
+            sends=lambda item: self._forwards_of(item).sent,
             latents=self._latents,
         )
         self._rollouts: dict[int, WaveRollout] = {}
@@ -61,6 +61,8 @@ class PipelinedModel:
         self._trajectories: dict[int, WaveTrajectory] = {}
         self._terms: Terms = _no_terms
         self._terms_of: dict[int, Sequence[Term]] = {}
+        self._forwards: dict[Item, StageForwards] = {}
+        """Of the items that the running phase is not through with."""
         self._replayed: dict[Item, torch.Tensor] = {}
         self._references: dict[Item, torch.Tensor] = {}
         self._cotangents: dict[tuple[Item, int], torch.Tensor] = {}
@@ -134,15 +136,21 @@ class PipelinedModel:
             finished.append(rollout.finish(latents, platform.from_last_stage(finite).bool()))
         return finished
 
-    def _evaluation(self, item: Item) -> Evaluation:
-        trajectory = self._trajectories[item.trajectory]
-        rollout = self._rollouts.get(item.trajectory)
-        if rollout is None:
-            timestep = self._step(item).timestep
-            return Evaluation(timestep, trajectory.conditioning, with_reference=False)
-        with_reference = self.reference is not None and rollout.is_trained(item.step)
-        timestep = rollout.sampling.timestep_at(item.step)
-        return Evaluation(timestep, trajectory.conditioning, with_reference)
+    def _forwards_of(self, item: Item) -> StageForwards:
+        if item not in self._forwards:
+            conditioning = self._trajectories[item.trajectory].conditioning
+            rollout, reference = self._rollouts.get(item.trajectory), None
+            if rollout is None:
+                timestep = self._step(item).timestep
+            else:
+                timestep = rollout.sampling.timestep_at(item.step)
+                reference = self.reference if rollout.is_trained(item.step) else None
+            self._forwards[item] = StageForwards(self.policy, reference, timestep, conditioning)
+        return self._forwards[item]
+
+    def done(self, item: Item) -> None:
+        """Let go of what an item's forwards need: a guided batch has text embeddings of its own."""
+        self._forwards.pop(item, None)
 
     def _latents(self, item: Item) -> Boundary:
         return (TensorSpec.of(self._rollouts[item.trajectory].sampling.x),)
@@ -155,7 +163,7 @@ class PipelinedModel:
         return next(step for step in self._window(item).steps if step.index == item.step)
 
     def _run_stage(self, item: Item, inputs: Tensors) -> Tensors:
-        outputs, reference = self._forwards.run(self._evaluation(item), inputs)
+        outputs, reference = self._forwards_of(item).run(inputs)
         if reference is not None:
             self._references[item] = reference
         rollout = self._rollouts.get(item.trajectory)

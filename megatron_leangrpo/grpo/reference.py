@@ -71,10 +71,16 @@ def frozen_copy(policy: Policy, offload: bool = False) -> Policy:
         from diffusers.hooks import apply_group_offloading
 
         for transformer in transformers_of(model):
+            is_cut = transformer.stage.stages > 1
+            if is_cut:
+                # The hooks go around `forward`, and a stage of a pipeline is run by another name.
+                transformer.forward = transformer.run_stage
             apply_group_offloading(
                 transformer,
                 onload_device=platform.device(),
                 num_blocks_per_group=1,
                 use_stream=not platform.is_host(),
             )
+            if is_cut:
+                transformer.run_stage = transformer.forward
     return policy.over(model)

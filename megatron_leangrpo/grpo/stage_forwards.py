@@ -5,7 +5,7 @@ A message between two stages holds the states of all of them, one after the othe
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -18,83 +18,62 @@ from megatron_leangrpo.pipeline.transport import Boundary, StageTransport
 Tensors = tuple[torch.Tensor, ...]
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Where a velocity is wanted."""
-
-    timestep: torch.Tensor
-    conditioning: Conditioning
-    with_reference: bool
-    """The reference's velocity at the same latents is wanted too."""
-
-
 class StageForwards:
-    """This stage's part of the forwards.
+    """This stage's part of the forwards of a velocity, and of the reference's where it is wanted.
 
     Args:
         policy: over this rank's stage of the transformer.
-        reference: over the same stage of the frozen base, where there is a KL term.
+        reference: over the same stage of the frozen base; None where its velocity is not wanted.
+        timestep, conditioning: where the velocity is wanted.
     """
 
-    def __init__(self, policy: Policy, reference: Policy | None) -> None:
-        self.policy, self.reference = policy, reference
-        self.stage = policy.model.stage
+    def __init__(
+        self,
+        policy: Policy,
+        reference: Policy | None,
+        timestep: torch.Tensor,
+        conditioning: Conditioning,
+    ) -> None:
+        self._policy, self._reference, self._timestep = policy, reference, timestep
+        own = policy.forwards(timestep, conditioning)
+        others = [] if reference is None else reference.forwards(timestep, conditioning)
+        self._own = len(own)
+        self._forwards = [(policy, forward) for forward in own]
+        self._forwards += [(reference, replace(f, with_gradient=False)) for f in others]
+        self._received = [_boundary(f.model.received, p, f) for p, f in self._forwards]
+        self.received: Boundary = tuple(spec for state in self._received for spec in state)
+        """What comes from the stage before."""
+        sent = [_boundary(f.model.boundary, p, f) for p, f in self._forwards]
+        self.sent: Boundary = tuple(spec for state in sent for spec in state)
+        """What goes to the next stage."""
 
-    def run(self, evaluation: Evaluation, inputs: Tensors) -> tuple[Tensors, torch.Tensor | None]:
+    def run(self, inputs: Tensors) -> tuple[Tensors, torch.Tensor | None]:
         """What goes to the next stage; on the last one the velocity, and the reference's.
 
         `inputs` are the latents alone on the first stage.
         """
         states: list[Tensors] = []
-        remaining, forwards = list(inputs), self._forwards(evaluation)
-        for policy, forward in forwards:
-            if self.stage.is_first:
+        stage, remaining = self._policy.model.stage, list(inputs)
+        for (policy, forward), received in zip(self._forwards, self._received):
+            if stage.is_first:
                 state: Tensors = (policy.inputs(forward, inputs[0]),)
             else:
-                count = len(self._boundary(forward.model.received, policy, forward))
-                state = tuple(remaining[:count])
-                del remaining[:count]
+                state = tuple(remaining[: len(received)])
+                del remaining[: len(received)]
             with torch.set_grad_enabled(torch.is_grad_enabled() and forward.with_gradient):
                 states.append(_run_stage(policy, forward, state))
-        if not self.stage.is_last:
+        if not stage.is_last:
             return tuple(tensor for state in states for tensor in state), None
         velocities = [velocity for (velocity,) in states]
-        own = sum(policy is self.policy for policy, _ in forwards)
-        velocity = self.policy.combined(velocities[:own], evaluation.timestep)
-        if not evaluation.with_reference:
+        velocity = self._policy.combined(velocities[: self._own], self._timestep)
+        if self._reference is None:
             return (velocity,), None
-        return (velocity,), self.reference.combined(velocities[own:], evaluation.timestep)
+        return (velocity,), self._reference.combined(velocities[self._own :], self._timestep)
 
-    def received(self, evaluation: Evaluation) -> Boundary:
-        """What comes from the stage before."""
-        return self._all_boundaries(evaluation, "received")
 
-    def sent(self, evaluation: Evaluation) -> Boundary:
-        """What goes to the next stage."""
-        return self._all_boundaries(evaluation, "boundary")
-
-    def _all_boundaries(self, evaluation: Evaluation, side: str) -> Boundary:
-        return tuple(
-            spec
-            for policy, forward in self._forwards(evaluation)
-            for spec in self._boundary(getattr(forward.model, side), policy, forward)
-        )
-
-    def _boundary(
-        self, side: Callable[..., Boundary], policy: Policy, forward: Forward
-    ) -> Boundary:
-        specs = side(len(forward.timestep), forward.conditioning, policy.grid)
-        return tuple(replace(spec, differentiable=forward.with_gradient) for spec in specs)
-
-    def _forwards(self, evaluation: Evaluation) -> list[tuple[Policy, Forward]]:
-        where = evaluation.timestep, evaluation.conditioning
-        forwards = [(self.policy, forward) for forward in self.policy.forwards(*where)]
-        if evaluation.with_reference:
-            forwards += [
-                (self.reference, replace(forward, with_gradient=False))
-                for forward in self.reference.forwards(*where)
-            ]
-        return forwards
+def _boundary(side: Callable[..., Boundary], policy: Policy, forward: Forward) -> Boundary:
+    specs = side(len(forward.timestep), forward.conditioning, policy.grid)
+    return tuple(replace(spec, differentiable=forward.with_gradient) for spec in specs)
 
 
 def _run_stage(policy: Policy, forward: Forward, state: Tensors) -> Tensors:

@@ -59,6 +59,9 @@ class Hooks(Protocol):
     def enter(self, item: Item, time: int) -> None:
         """Every stage: a backward of the item comes next; switch gradient buffers here."""
 
+    def done(self, item: Item) -> None:
+        """Every stage: nothing else is run for the item in this phase."""
+
 
 @dataclass(frozen=True)
 class _Graph:
@@ -119,6 +122,7 @@ class StageDriver:
         forwards = {op.item for op in program if op.kind == "forward"} if phase.ring else set()
         begun: set[int] = set()
         last = max((n for n, op in enumerate(program) if op.kind == "backward"), default=None)
+        last_of = {op.item: n for n, op in enumerate(program)}
         for n, operation in enumerate(program):
             item = operation.item
             if operation.kind == "backward":
@@ -128,6 +132,8 @@ class StageDriver:
                 begun.add(item.trajectory)
                 following = item._replace(step=item.step + 1)
                 self._forward(operation, from_ring, following if following in forwards else None)
+            if n == last_of[item]:
+                self._hooks.done(item)
             self.on_operation(operation)
         self._transport.finish()
 

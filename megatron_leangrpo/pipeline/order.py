@@ -169,9 +169,13 @@ def _reweight(stages: int, steps: int, windows: Windows) -> Phase:
 
 
 def replay_phase(stages: int, windows: Windows) -> Phase:
-    """The ends of all windows again, a window's next to each other: one forward, one backward."""
+    """The ends of all windows again, a window's next to each other: one forward, one backward.
+
+    The newest window is the first one, as in the other schedules' backwards.
+    """
     closing = sorted(
-        (window[-1], m, ends_of(window)) for m, own in enumerate(windows) for window in own
+        ((window[-1], m, ends_of(window)) for m, own in enumerate(windows) for window in own),
+        reverse=True,
     )
     forwards: list[Item] = []
     released: dict[Item, list[Item]] = {}

@@ -56,6 +56,9 @@ class SleepingStage:
     def enter(self, item, time) -> None:
         self._sleep("backward")
 
+    def done(self, item) -> None:
+        """There is nothing to let go of."""
+
     def _sleep(self, kind: str) -> None:
         begin = time.perf_counter()
         time.sleep(self.seconds[kind])

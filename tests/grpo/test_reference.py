@@ -36,25 +36,41 @@ def test_an_offloaded_reference_gives_the_same_gradient(experiments):
     assert any(tensor.any() for tensor in gradients[0].values())
 
 
-def test_an_offloaded_reference_fetches_a_block_at_a_time_and_lets_it_go(experiments):
+def offload_events(prompts: str, stages: int) -> list[tuple[str, list[str]]]:
+    """What is fetched and let go of in an iteration on this stage: the types of modules."""
     events = []
 
     def note(kind: str, method):
         def noted(group):
-            modules = [type(module).__name__ for module in group.modules]
-            events.append((kind, modules))
+            events.append((kind, [type(module).__name__ for module in group.modules]))
             return method(group)
 
         return noted
 
+    kl = {"kl_beta": 0.5, "group_size": 2, "reference_offload": True}
+    parallel = {"pipeline_model_parallel_size": stages}
+    experiment = tiny.start(tiny.tiny_config(prompts, grpo=kl, parallel=parallel))
     with (
         mock.patch.object(ModuleGroup, "onload_", note("fetch", ModuleGroup.onload_)),
         mock.patch.object(ModuleGroup, "offload_", note("release", ModuleGroup.offload_)),
     ):
-        tiny.first_gradient(experiments[1], "retain")
-    for block in ("DoubleStreamBlock", "SingleStreamBlock"):
-        of_block = [kind for kind, modules in events if modules == [block]]
-        assert of_block[:4] == ["fetch", "release"] * 2
+        tiny.first_gradient(experiment, "retain")
+    return events
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_an_offloaded_reference_fetches_a_block_at_a_time_and_lets_it_go(
+    run_ranks, tmp_path, stages
+):
+    blocks = ("DoubleStreamBlock", "SingleStreamBlock")
+    ranks = run_ranks(stages, offload_events, tiny.write_prompts(tmp_path), stages)
+    for stage, events in enumerate(ranks):
+        for block in blocks if stages == 1 else blocks[stage : stage + 1]:
+            of_block = [kind for kind, modules in events if modules == [block]]
+            assert of_block[:4] == ["fetch", "release"] * 2
+        # What is no block: embedders, or the projection to a velocity.
+        around = [kind for kind, modules in events if not set(modules) & set(blocks)]
+        assert around[:4] == ["fetch", "release"] * 2
 
 
 def test_the_reference_does_not_follow_the_policy(experiments):

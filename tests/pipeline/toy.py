@@ -132,6 +132,9 @@ class Ends:
         for name, parameter in self.parameters.items():
             parameter.grad = self.buffers[self.current].get(name)
 
+    def done(self, item: Item) -> None:
+        """There is nothing to let go of."""
+
     def store(self) -> None:
         """Take what the last backward left in the parameters."""
         if self.current is not None:
@@ -186,6 +189,9 @@ def run_clocked(
 
         def enter(self, item, time):
             clocked.now += times.backward[stage]
+
+        def done(self, item):
+            pass
 
     def compute(item, inputs):
         clocked.now += times.forward[stage]
