@@ -20,24 +20,26 @@ from megatron_leangrpo.overlap.transport import TorchTransport
 COSTS = Costs(ranks=4, compute=0.050, hop=0.030)
 
 
-def _virtual(setting: Setting):
+LINEARS = Setting(COSTS, chunks=4, sub_slices=4, repeats=1)
+HEADS = Setting(COSTS, chunks=1, sub_slices=4, repeats=1, collective="all-to-all")
+
+
+def _virtual():
     from megatron_leangrpo import platform
 
     platform.initialize_distributed(4)
-    return play(setting, TorchTransport(dist.group.WORLD, "measure", 60), VirtualClock)
+    transport = TorchTransport(dist.group.WORLD, "measure", 60)
+    return [play(setting, transport, VirtualClock) for setting in (LINEARS, HEADS)]
 
 
 def test_the_modes_expose_what_the_cost_model_says(run_ranks):
-    spans = joined(run_ranks(4, _virtual, Setting(COSTS, chunks=4, sub_slices=4, repeats=1)))
+    linears, heads = zip(*run_ranks(4, _virtual))
+    spans = joined(linears)
     exposed = {name: exposed_seconds(of_mode, COSTS) for name, of_mode in spans.items()}
     assert exposed == pytest.approx(
         {"none": 0.090, "slicing (4)": 0.0225, "flash (ring, 1)": 0.0, "flash (ring, 4)": 0.0}
     )
-
-
-def test_groups_of_heads_expose_what_the_cost_model_says(run_ranks):
-    setting = Setting(COSTS, chunks=1, sub_slices=4, repeats=1, collective="all-to-all")
-    spans = joined(run_ranks(4, _virtual, setting))
+    spans = joined(heads)
     exposed = {name: exposed_seconds(of_mode, COSTS) for name, of_mode in spans.items()}
     assert exposed == pytest.approx({"none": 0.090, "flash (4 groups)": 0.0225})
     sent = [span.slice for span in spans["flash (4 groups)"] if span.kind == "send"]

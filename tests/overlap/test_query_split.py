@@ -53,27 +53,32 @@ def _run(plan: LinearPlan, inputs: list[torch.Tensor], later: bool) -> list[torc
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def _differences(size: int, dtype: torch.dtype) -> float:
-    """The largest relative difference from attention as a whole before the same projection."""
+# Rows do not depend on one another; the kernel sums in another order for a few of them.
+TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-14}
+
+
+def _differences(size: int) -> float:
+    """The largest difference from attention as a whole before the same projection.
+
+    In units of what a dtype may differ by.
+    """
     platform.initialize_distributed(size)
     worst = 0.0
     # 300 tokens are more than a block of queries of the kernel; 7 leave pads.
     for tokens, mode, sp in itertools.product((7, 300), MODES, (True, False)):
         plan = LinearPlan(platform.tp_group(), sp, mode, f"{tokens} {mode} {sp}")
+        dtype = torch.float32 if (tokens == 7) == sp else torch.float64
         inputs = _inputs(tokens, dtype)
         for ours, theirs in zip(_run(plan, inputs, True), _run(plan, inputs, False)):
             assert ours.dtype == dtype
             difference = (ours.double() - theirs.double()).norm() / theirs.double().norm()
-            worst = max(worst, difference.item())
+            worst = max(worst, difference.item() / TOLERANCES[dtype])
     return worst
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_split_queries_give_output_and_gradients_of_the_whole_attention(run_ranks, size, dtype):
-    """Rows do not depend on one another; the kernel sums in another order for a few of them."""
-    tolerance = {torch.float32: 1e-6, torch.float64: 1e-14}[dtype]
-    assert max(run_ranks(size, _differences, size, dtype)) < tolerance
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_split_queries_give_output_and_gradients_of_the_whole_attention(run_ranks, size):
+    assert max(run_ranks(size, _differences, size)) < 1
 
 
 def _chosen(path: str) -> tuple[float, str]:

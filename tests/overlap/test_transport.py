@@ -39,29 +39,30 @@ def _error_of(call) -> tuple[str, float]:
     return "", time.monotonic() - started
 
 
-def _different_shapes() -> str:
-    transport = _transport()
+def _different_shapes(transport: TorchTransport) -> str:
     shape = (4 + transport.rank, 2)
     agreeing = _error_of(lambda: transport.check_agreement("fc1", (4, 2), torch.float32))[0]
     assert agreeing == ""
     return _error_of(lambda: transport.check_agreement("fc2", shape, torch.float32))[0]
 
 
-def test_different_shapes_are_told_to_every_rank_with_both_shapes(run_ranks):
-    first, second = run_ranks(2, _different_shapes)
-    assert "rank 0 of 2, layer fc2" in first and "(4, 2)" in first and "(5, 2)" in first
-    assert "rank 1 of 2, layer fc2" in second and "rank 0 has shape (4, 2)" in second
-
-
-def _different_layers() -> str:
-    transport = _transport()
-    layer = f"fc{transport.rank}"
+def _different_layers(transport: TorchTransport) -> str:
+    layer = f"proj{transport.rank}"
     return _error_of(lambda: transport.check_agreement(layer, (4, 2), torch.float32))[0]
 
 
-def test_ranks_at_different_layers_are_told_so(run_ranks):
-    for rank, error in enumerate(run_ranks(2, _different_layers)):
-        assert f"layer fc{rank}" in error and "another layer" in error
+def _disagreeing() -> tuple[str, str]:
+    transport = _transport()
+    return _different_shapes(transport), _different_layers(transport)
+
+
+def test_different_shapes_and_layers_are_told_to_every_rank(run_ranks):
+    shapes, layers = zip(*run_ranks(2, _disagreeing))
+    first, second = shapes
+    assert "rank 0 of 2, layer fc2" in first and "(4, 2)" in first and "(5, 2)" in first
+    assert "rank 1 of 2, layer fc2" in second and "rank 0 has shape (4, 2)" in second
+    for rank, error in enumerate(layers):
+        assert f"layer proj{rank}" in error and "another layer" in error
 
 
 def _messages_of_different_length() -> tuple[str, float]:

@@ -27,7 +27,7 @@ from megatron_leangrpo.overlap.ulysses import OverlappedHeadExchange, attend_in_
 from megatron_leangrpo.parallel.ulysses import HeadExchange
 from tests.overlap.test_choice import CARD
 
-SIZES = (1, 2, 3, 4)
+SIZES = (1, 2, 3, pytest.param(4, marks=pytest.mark.slow))
 TOKENS, BATCH, HEAD_DIM = 5, 2, 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 TIMEOUT_SECONDS = 3.0
@@ -54,13 +54,14 @@ def _flash(heads: int, groups: int, group: dist.ProcessGroup | None) -> Overlapp
 
 
 def _differences(size: int) -> list[str]:
-    """Where the groups give another bit than the plain exchange."""
+    """Where the groups give another bit than the plain exchange, which is attention itself."""
     platform.initialize_distributed(1, context_parallel_size=size)
+    _plain_is_attention(size)
     group, wrong = platform.cp_group(), []
     # 6 and 7 heads: with pads at 4 ranks, at 2, 3 and 4; groups of different sizes among them.
-    for heads, groups, dtype, recompute in itertools.product(
-        (6, 7), (1, 2, 3), DTYPES, (False, True)
-    ):
+    cases = itertools.product((6, 7), (1, 2, 3), (False, True))
+    # Bytes travel: a dtype is nothing to the exchange.
+    for (heads, groups, recompute), dtype in zip(cases, itertools.cycle(DTYPES)):
         qk, v, grad = _inputs(heads, dtype)
         results = []
         for exchange in (HeadExchange(heads, group), _flash(heads, groups, group)):
@@ -73,13 +74,12 @@ def _differences(size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_output_and_gradients_have_the_bits_of_the_plain_exchange(run_ranks, size):
+def test_every_token_attends_to_all_with_the_bits_of_the_plain_exchange(run_ranks, size):
     assert run_ranks(size, _differences, size) == [[] for _ in range(size)]
 
 
 def _plain_is_attention(size: int) -> None:
     """The plain exchange against attention of all tokens in one process, gathered."""
-    platform.initialize_distributed(1, context_parallel_size=size)
     qk, v, _ = _inputs(7, torch.float64)
     everyone = []
     for x in (qk, v):
@@ -94,14 +94,8 @@ def _plain_is_attention(size: int) -> None:
     )
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_every_token_attends_to_those_of_all_ranks(run_ranks, size):
-    run_ranks(size, _plain_is_attention, size)
-
-
-def _retained(size: int) -> bool:
+def _retained() -> bool:
     """Three forwards before the backwards, which come in another order."""
-    platform.initialize_distributed(1, context_parallel_size=size)
     exchange = _flash(6, 3, platform.cp_group())
     inputs = [_inputs(6, torch.float32, seed) for seed in range(3)]
     at_once = []
@@ -114,10 +108,6 @@ def _retained(size: int) -> bool:
         kept[n][0].backward(inputs[n][2])
     later = [[out, *(leaf.grad for leaf in leaves)] for out, leaves in kept]
     return all(torch.equal(*pair) for n in range(3) for pair in zip(at_once[n], later[n]))
-
-
-def test_many_forwards_before_the_first_backward_change_no_bit(run_ranks):
-    assert run_ranks(2, _retained, 2) == [True, True]
 
 
 def _auto(path: str) -> tuple[bool, int]:
@@ -206,9 +196,14 @@ def test_a_group_waits_for_its_own_messages_alone(run_ranks, size):
             assert trace.bytes_sent == whole * (size - 1) // size
 
 
-def _virtual_time(costs: Costs, groups: int) -> float:
-    platform.initialize_distributed(1, context_parallel_size=costs.ranks)
+def _virtual_times(settings: list[tuple[Costs, int]]) -> list[float]:
+    ranks = settings[0][0].ranks
+    platform.initialize_distributed(1, context_parallel_size=ranks)
     transport = TorchTransport(platform.cp_group(), "test", timeout_seconds=60)
+    return [_virtual_time(transport, *setting) for setting in settings]
+
+
+def _virtual_time(transport: TorchTransport, costs: Costs, groups: int) -> float:
     clock, heads = VirtualClock(), 4
     packs = [torch.zeros(costs.ranks, 1, 1, heads // groups, 3, HEAD_DIM) for _ in range(groups)]
     # Three tensors there and one back, of every head.
@@ -224,16 +219,14 @@ def _virtual_time(costs: Costs, groups: int) -> float:
     return clock.now()
 
 
-@pytest.mark.parametrize("hop", [0.3, 1.0, 4.0])
-def test_on_a_slow_link_the_ranks_take_the_time_of_the_closed_form(run_ranks, hop):
-    costs = Costs(ranks=3, compute=1.0, hop=hop, latency=0.01)
-    for groups in (1, 2, 4):
-        expected = attention_time(costs, groups)
-        assert run_ranks(3, _virtual_time, costs, groups) == [pytest.approx(expected)] * 3
+def test_on_a_slow_link_the_ranks_take_the_time_of_the_closed_form(run_ranks):
+    links = [Costs(ranks=3, compute=1.0, hop=hop, latency=0.01) for hop in (0.3, 1.0, 4.0)]
+    settings = list(itertools.product(links, (1, 2, 4)))
+    expected = [attention_time(*setting) for setting in settings]
+    assert run_ranks(3, _virtual_times, settings) == [pytest.approx(expected)] * 3
 
 
 def _different_tokens() -> str:
-    platform.initialize_distributed(1, context_parallel_size=2)
     exchange = _flash(6, 2, platform.cp_group())
     exchange.prepare("blocks.3.attn")
     tokens = TOKENS + platform.cp_group().rank()
@@ -248,8 +241,14 @@ def _different_tokens() -> str:
     return ""
 
 
-def test_different_tokens_on_the_ranks_name_rank_and_layer(run_ranks):
-    for rank, error in enumerate(run_ranks(2, _different_tokens)):
+def _on_two_ranks() -> tuple[bool, str]:
+    platform.initialize_distributed(1, context_parallel_size=2)
+    return _retained(), _different_tokens()
+
+
+def test_retained_forwards_change_no_bit_and_different_tokens_name_rank_and_layer(run_ranks):
+    for rank, (same, error) in enumerate(run_ranks(2, _on_two_ranks)):
+        assert same
         assert f"rank {rank} of 2, layer blocks.3.attn (to heads)" in error
         assert "(5, 2, 6, 8)" in error and "(6, 2, 6, 8)" in error
 
@@ -276,6 +275,8 @@ def _dying_peer(rank: int, dies_in: str, store: str, answers: str) -> None:
     os._exit(0)
 
 
+# The transport's own test shows it every day.
+@pytest.mark.slow
 @pytest.mark.parametrize("dies_in", ["forward", "backward"])
 def test_a_dead_peer_ends_in_an_error(tmp_path, dies_in):
     answers = tmp_path / "error"
