@@ -58,7 +58,8 @@ def soak(folder: Path, iterations: int = ITERATIONS) -> dict[int, tuple[int, int
                 threading.active_count(),
             )
 
-    # The command itself: `tiny.train_command` keeps what it is asked about, every iteration more.
+    # The command itself: `tiny.train_command` keeps every iteration's prompts, and its stand-in for
+    # `save_curves` all rows that it was ever called with.
     with mock.patch.object(Trainer, "_run_iteration", measured):
         commands.train(tiny.write_recipe(config, folder), [f"--output={folder}/run"])
     return found
