@@ -40,13 +40,25 @@ def references():
     return {name: reference(config, make_inputs(config, **shape)) for name, shape in SHAPES.items()}
 
 
+# Tensor- and context-parallel size, sequence parallelism; 3 does not divide the 4 heads, and leaves
+# pads in every shape.
+Layout = tuple[int, int, bool]
+LAYOUTS: list[list[Layout]] = [
+    [(2, 1, False), (2, 1, True), (1, 2, False)],
+    [(1, 3, False)],
+    [(4, 1, True), (2, 2, True)],
+]
+REPEATED: list[Layout] = [(4, 1, False), (1, 4, False), (2, 2, False)]
+
+
+def _of_layouts(layouts: list[Layout], weights: dict, batches: list[Inputs]) -> list:
+    return [_velocity_and_gradients(layout, weights, batches) for layout in layouts]
+
+
 def _velocity_and_gradients(
-    tensor_parallel: int,
-    sequence_parallel: bool,
-    weights: dict,
-    batches: list[Inputs],
-    context_parallel: int = 1,
+    layout: Layout, weights: dict, batches: list[Inputs]
 ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    tensor_parallel, context_parallel, sequence_parallel = layout
     platform.initialize_distributed(tensor_parallel, context_parallel_size=context_parallel)
     config = small_config(
         tensor_model_parallel_size=tensor_parallel,
@@ -68,38 +80,17 @@ def _velocity_and_gradients(
 
 
 @pytest.mark.parametrize(
-    ("tensor_parallel", "context_parallel", "sequence_parallel"),
-    [
-        (2, 1, False),
-        (2, 1, True),
-        (4, 1, False),
-        (4, 1, True),
-        (1, 2, False),
-        # 3 does not divide the 4 heads, and leaves pads in every shape.
-        (1, 3, False),
-        (1, 4, False),
-        (2, 2, False),
-        (2, 2, True),
-    ],
+    "layouts", [*LAYOUTS, pytest.param(REPEATED, marks=pytest.mark.slow)], ids=str
 )
-def test_sharded_model_matches_diffusers(
-    run_ranks, references, tensor_parallel, context_parallel, sequence_parallel
-):
+def test_sharded_model_matches_diffusers(run_ranks, references, layouts):
     batches = [make_inputs(small_config(), **shape) for shape in SHAPES.values()]
-    weights = references["odd"]["weights"]
-    ranks = run_ranks(
-        tensor_parallel * context_parallel,
-        _velocity_and_gradients,
-        tensor_parallel,
-        sequence_parallel,
-        weights,
-        batches,
-        context_parallel,
-    )
-    for n, name in enumerate(SHAPES):
-        for rank in ranks:
-            assert relative_l2(rank[n][0], references[name]["velocity"]) < TOLERANCE, name
-        error, tensor = worst(ranks[0][n][1], references[name]["gradients"])
-        assert error < TOLERANCE, (name, tensor)
-        for rank in ranks[1:]:
-            assert torch.equal(rank[n][0], ranks[0][n][0]), "ranks disagree on the velocity"
+    world = layouts[0][0] * layouts[0][1]
+    ranks = run_ranks(world, _of_layouts, layouts, references["odd"]["weights"], batches)
+    for layout, *of_ranks in zip(layouts, *ranks):
+        for n, name in enumerate(SHAPES):
+            velocity, gradients = of_ranks[0][n]
+            assert relative_l2(velocity, references[name]["velocity"]) < TOLERANCE, (layout, name)
+            error, tensor = worst(gradients, references[name]["gradients"])
+            assert error < TOLERANCE, (layout, name, tensor)
+            for rank in of_ranks[1:]:
+                assert torch.equal(rank[n][0], velocity), "ranks disagree on the velocity"

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -35,34 +37,22 @@ from tests.models.lora_parity import (
 )
 
 MODELS = ("flux", "wan")
-# World size, tensor- and context-parallel size, and other fields of the configuration.
-LAYOUTS = {
-    "alone": (1, 1, 1, {}),
-    "tp 2": (2, 2, 1, {"sequence_parallel": True}),
-    "tp 2, whole tokens": (2, 2, 1, {"sequence_parallel": False}),
-    "tp 2, flash, queries split": (
-        2,
-        2,
-        1,
-        {
-            "sequence_parallel": True,
-            "overlap": OverlapSettings("flash"),
-            "recompute_granularity": "selective",
-        },
-    ),
-    "tp 2, bulk, recomputed": (
-        2,
-        2,
-        1,
-        {
-            "sequence_parallel": True,
-            "overlap": OverlapSettings("bulk"),
-            "recompute_granularity": "full",
-        },
-    ),
-    "cp 2": (2, 1, 2, {}),
-    "tp 4": (4, 4, 1, {"sequence_parallel": True}),
-    "tp 2 cp 2": (4, 2, 2, {"sequence_parallel": True}),
+FLASH = {"overlap": OverlapSettings("flash"), "recompute_granularity": "selective"}
+BULK = {"overlap": OverlapSettings("bulk"), "recompute_granularity": "full"}
+SHARDED = {"sequence_parallel": True}
+Layout = tuple[int, int, dict[str, Any]]
+# Tensor- and context-parallel size, and other fields of the configuration.
+LAYOUTS: dict[str, list[Layout]] = {
+    "alone": [(1, 1, {})],
+    "tp 2; flash, queries split; cp 2": [
+        (2, 1, SHARDED),
+        (2, 1, {**SHARDED, **FLASH}),
+        (1, 2, {}),
+    ],
+}
+REPEATED: dict[str, list[Layout]] = {
+    "tp 2, whole tokens; bulk, recomputed": [(2, 1, {}), (2, 1, {**SHARDED, **BULK})],
+    "tp 4; tp 2 cp 2": [(4, 1, SHARDED), (2, 2, SHARDED)],
 }
 
 
@@ -72,6 +62,10 @@ def references() -> dict[str, Reference]:
     made = {name: lora_parity.peft_reference(name) for name in MODELS}
     platform.destroy_distributed()
     return made
+
+
+def _of_layouts(references: dict[str, Reference], layouts: list[Layout]) -> list[dict]:
+    return [_results(references, *layout) for layout in layouts]
 
 
 def _results(references: dict[str, Reference], tp: int, cp: int, overrides: dict) -> dict:
@@ -102,11 +96,14 @@ def _results(references: dict[str, Reference], tp: int, cp: int, overrides: dict
     return results
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_adapters_give_pefts_velocity_and_gradients(run_ranks, references, layout):
-    world, *arguments = LAYOUTS[layout]
-    for rank in run_ranks(world, _results, references, *arguments):
-        for name, result in rank.items():
+@pytest.mark.parametrize(
+    "layouts", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in REPEATED)]
+)
+def test_adapters_give_pefts_velocity_and_gradients(run_ranks, references, layouts):
+    chosen = (LAYOUTS | REPEATED)[layouts]
+    ranks = run_ranks(chosen[0][0] * chosen[0][1], _of_layouts, references, chosen)
+    for result_of in (results for rank in ranks for results in rank):
+        for name, result in result_of.items():
             reference = references[name]
             assert relative_l2(result["velocity"], reference.velocity) < TOLERANCE, name
             error, tensor = worst(result["gradients"], reference.gradients)

@@ -55,7 +55,7 @@ def _saved_bytes_and_gradients(ranks: int) -> dict[str, tuple[int, torch.Tensor,
     return results
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_recomputation_is_bitwise_and_keeps_less(run_ranks, ranks):
     for results in run_ranks(ranks, _saved_bytes_and_gradients, ranks):
         saved_none, velocity, expected = results["none"]

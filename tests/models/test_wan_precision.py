@@ -82,14 +82,14 @@ def test_norms_and_residuals_are_computed_in_float32_and_rounded_once():
     assert found.dtype == BF16 and (found != exact.to(BF16)).float().mean() < 0.01
 
 
-def _train(tensor_parallel: int, dtype: torch.dtype) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Three steps with megatron's sharded optimizer, gradients in float32."""
+def _train(tensor_parallel: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Three steps in bfloat16 with megatron's sharded optimizer, gradients in float32."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     platform.initialize_distributed(tensor_parallel)
     config = image_to_video(
-        params_dtype=dtype, tensor_model_parallel_size=tensor_parallel, sequence_parallel=True
+        params_dtype=BF16, tensor_model_parallel_size=tensor_parallel, sequence_parallel=True
     )
     model = WanTransformer(config)
     rules = weight_rules(config)
@@ -102,7 +102,7 @@ def _train(tensor_parallel: int, dtype: torch.dtype) -> tuple[list[float], dict[
         optimizer="adam",
         lr=1e-3,
         weight_decay=0.0,
-        bf16=dtype == BF16,
+        bf16=True,
         use_distributed_optimizer=True,
     )
     with platform.host_mode():
@@ -112,7 +112,7 @@ def _train(tensor_parallel: int, dtype: torch.dtype) -> tuple[list[float], dict[
         wrapped.zero_grad_buffer()
         optimizer.zero_grad()
         velocity = wrapped(inputs.latents, inputs.timestep, inputs.prompt, inputs.grid)
-        velocity.backward(inputs.velocity_grad.to(dtype) / platform.dp_size())
+        velocity.backward(inputs.velocity_grad.to(BF16) / platform.dp_size())
         with platform.host_mode():
             finalize_gradients(wrapped)
             _, norm, _ = optimizer.step()
@@ -120,15 +120,15 @@ def _train(tensor_parallel: int, dtype: torch.dtype) -> tuple[list[float], dict[
     return norms, full_tensors(model, rules)
 
 
-# Rounding of each dtype in a gradient's norm, and what three steps of 1e-3 make of it.
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (BF16, 2e-2)])
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
-def test_three_steps_of_megatrons_optimizer_do_not_depend_on_the_layout(
-    run_ranks, tensor_parallel, dtype, tolerance
-):
-    alone, _ = run_ranks(1, _train, 1, dtype)[0]
-    (norms, weights), (_, other) = run_ranks(2, _train, tensor_parallel, dtype)
-    assert norms == pytest.approx(alone, rel=tolerance)
-    assert norms[2] != norms[0], "the steps changed nothing"
-    assert all(torch.equal(weights[name], other[name]) for name in weights), "ranks differ"
-    assert weights["scale_shift_table"].dtype == torch.float32
+def _at_both_layouts() -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    return [_train(tensor_parallel) for tensor_parallel in (1, 2)]
+
+
+def test_three_steps_of_megatrons_optimizer_do_not_depend_on_the_layout(run_ranks):
+    alone, _ = run_ranks(1, _train, 1)[0]
+    for (norms, weights), (_, other) in zip(*run_ranks(2, _at_both_layouts)):
+        # Rounding in a gradient's norm, and what three steps of 1e-3 make of it.
+        assert norms == pytest.approx(alone, rel=2e-2)
+        assert norms[2] != norms[0], "the steps changed nothing"
+        assert all(torch.equal(weights[name], other[name]) for name in weights), "ranks differ"
+        assert weights["scale_shift_table"].dtype == torch.float32

@@ -38,23 +38,15 @@ CASES = {
     "picture": (image_to_video, {"grid": (1, 3, 5)}),
     "timesteps per token": (text_to_video, {"grid": (3, 3, 5), "per_token": True}),
 }
-# The grid of 240 x 416 x 33: 3510 tokens, of which 4 ranks leave 2 over.
-LONG = {"grid": (9, 15, 26), "batch": 1}
-WORLDS = pytest.mark.parametrize("ranks", [2, 4])
-LAYOUTS = pytest.mark.parametrize(
-    ("tensor_parallel", "context_parallel", "sequence_parallel"),
-    [
-        (2, 1, False),
-        (2, 1, True),
-        (4, 1, False),
-        (4, 1, True),
-        (1, 2, False),
-        # 3 does not divide the 4 heads, and leaves pads in every shape.
-        (1, 3, False),
-        (2, 2, False),
-        (2, 2, True),
-    ],
-)
+# Tensor- and context-parallel size, sequence parallelism; 3 does not divide the 4 heads, and leaves
+# pads in every shape.
+Layout = tuple[int, int, bool]
+LAYOUTS: list[list[Layout]] = [
+    [(2, 1, True), (1, 2, False)],
+    [(1, 3, False)],
+    [(4, 1, True), (2, 2, True)],
+]
+REPEATED: list[list[Layout]] = [[(2, 1, False)], [(4, 1, False), (2, 2, False)]]
 
 Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
@@ -77,9 +69,12 @@ def _sharded(config: WanConfig, ranks: int, sequence_parallel: bool) -> WanConfi
     return replace(config, tensor_model_parallel_size=ranks, sequence_parallel=sequence_parallel)
 
 
-def _float32(
-    tensor_parallel: int, context_parallel: int, sequence_parallel: bool, weights: list[dict]
-) -> list[Result]:
+def _of_layouts(layouts: list[Layout], weights: list[dict]) -> list[list[Result]]:
+    return [_float32(layout, weights) for layout in layouts]
+
+
+def _float32(layout: Layout, weights: list[dict]) -> list[Result]:
+    tensor_parallel, context_parallel, sequence_parallel = layout
     platform.initialize_distributed(tensor_parallel, context_parallel_size=context_parallel)
     results = []
     for (make_config, options), tensors in zip(CASES.values(), weights):
@@ -98,33 +93,38 @@ def references():
     }
 
 
-@LAYOUTS
-def test_sharded_model_matches_diffusers(
-    run_ranks, references, tensor_parallel, context_parallel, sequence_parallel
-):
+@pytest.mark.parametrize(
+    "layouts", [*LAYOUTS, *(pytest.param(of, marks=pytest.mark.slow) for of in REPEATED)], ids=str
+)
+def test_sharded_model_matches_diffusers(run_ranks, references, layouts):
     weights = [references[name]["weights"] for name in CASES]
-    layout = tensor_parallel, context_parallel, sequence_parallel
-    results = run_ranks(tensor_parallel * context_parallel, _float32, *layout, weights)
-    for n, name in enumerate(CASES):
-        expected, grid = references[name], CASES[name][1]["grid"]
-        velocity, found = results[0][n]
-        assert relative_l2(unpack(velocity, grid), expected["velocity"]) < TOLERANCE, name
-        error, tensor = worst(found, expected["gradients"])
-        assert error < TOLERANCE, (name, tensor)
-        for rank in results[1:]:
-            assert torch.equal(rank[n][0], velocity), "ranks disagree on the velocity"
+    ranks = run_ranks(layouts[0][0] * layouts[0][1], _of_layouts, layouts, weights)
+    for layout, *of_ranks in zip(layouts, *ranks):
+        for n, name in enumerate(CASES):
+            expected, grid = references[name], CASES[name][1]["grid"]
+            velocity, found = of_ranks[0][n]
+            error = relative_l2(unpack(velocity, grid), expected["velocity"])
+            assert error < TOLERANCE, (layout, name)
+            error, tensor = worst(found, expected["gradients"])
+            assert error < TOLERANCE, (layout, name, tensor)
+            for rank in of_ranks[1:]:
+                assert torch.equal(rank[n][0], velocity), "ranks disagree on the velocity"
+
+
+RECOMPUTED = ("none", "selective", "full")
 
 
 def _overlapped(ranks: int, weights: dict) -> dict[tuple, Result]:
     platform.initialize_distributed(ranks)
     results = {}
-    for overlap in (OverlapSettings("bulk"), OverlapSettings("flash", "ring", 2)):
-        for recompute in ("none", "selective", "full"):
-            config = image_to_video(overlap=overlap, recompute_granularity=recompute)
-            model = WanTransformer(_sharded(config, ranks, True))
-            load(model, weights)
-            inputs = make_inputs(config, **CASES["picture"][1])
-            results[overlap.mode, recompute] = _on_first([_run(model, inputs)])[0]
+    flash = OverlapSettings("flash", "ring", 2)
+    cases = [(OverlapSettings("bulk"), "none"), *((flash, how) for how in RECOMPUTED)]
+    for overlap, recompute in cases:
+        config = image_to_video(overlap=overlap, recompute_granularity=recompute)
+        model = WanTransformer(_sharded(config, ranks, True))
+        load(model, weights)
+        inputs = make_inputs(config, **CASES["picture"][1])
+        results[overlap.mode, recompute] = _on_first([_run(model, inputs)])[0]
     return results
 
 
@@ -147,7 +147,7 @@ def _float64(ranks: int, sequence_parallel: bool) -> list[Result]:
     return _on_first(results)
 
 
-@WORLDS
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_float64_matches_one_rank_to_rounding(run_ranks, ranks):
     alone = run_ranks(1, _float64, 1, False)[0]
     sharded = run_ranks(ranks, _float64, ranks, True)[0]
@@ -184,26 +184,8 @@ def _pads_that_matter(tensor_parallel: int, context_parallel: int) -> list[str]:
     return changed
 
 
-@pytest.mark.parametrize(("tensor_parallel", "context_parallel"), [(2, 1), (4, 1), (1, 3)])
+@pytest.mark.parametrize(("tensor_parallel", "context_parallel"), [(2, 1), (1, 3)])
 def test_large_numbers_in_pad_rows_change_no_bit(run_ranks, tensor_parallel, context_parallel):
     layout = tensor_parallel, context_parallel
     for changed in run_ranks(tensor_parallel * context_parallel, _pads_that_matter, *layout):
         assert changed == []
-
-
-def _long_video(ranks: int) -> Result:
-    platform.initialize_distributed(ranks)
-    # An MLP as wide for its hidden size as that of the 1.3B.
-    config = _sharded(text_to_video(num_layers=1, ffn_hidden_size=372), ranks, True)
-    model = WanTransformer(config)
-    initialise(model, weight_rules(config), seed=5)
-    return _on_first([_run(model, make_inputs(config, **LONG))])[0]
-
-
-def test_a_video_whose_tokens_four_ranks_do_not_divide(run_ranks):
-    wanted, expected = run_ranks(1, _long_video, 1)[0]
-    velocity, found = run_ranks(4, _long_video, 4)[0]
-    assert velocity.shape[1] == 3510
-    assert relative_l2(velocity, wanted) < TOLERANCE
-    error, tensor = worst(found, expected)
-    assert error < TOLERANCE, tensor

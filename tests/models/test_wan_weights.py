@@ -81,7 +81,7 @@ def _round_trips(tensor_parallel: int, published: dict[str, Tensors]) -> dict[st
     return exported
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2, 4])
+@pytest.mark.parametrize("tensor_parallel", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_round_trip_is_bitwise_on_every_rank(run_ranks, tensor_parallel):
     platform.initialize_distributed(1)
     diffusers = _published()
@@ -129,6 +129,8 @@ def _restore(tensor_parallel: int, folder: str) -> Tensors:
     return full_tensors(model, weight_rules(model.wan_config))
 
 
+# What runs save at one layout and load at another is in tests/checkpoint.
+@pytest.mark.slow
 def test_checkpoint_loads_at_another_tensor_parallel_size(run_ranks, tmp_path: Path):
     weights = _published()
     run_ranks(2, _save, 2, weights, str(tmp_path))
