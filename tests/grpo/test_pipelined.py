@@ -190,8 +190,8 @@ RUNS: dict[tuple[int, str], list[Run]] = {
         two("flux", BOTH, optimizer=PLAIN_EARLY),
     ],
     (8, "tp x dp, tp x cp"): [
-        two(KL, BOTH, **TENSOR, **BULK, optimizer=SHARDED),
-        two(LORA, ("retain", "jagg"), **TENSOR, **FLASH),
+        two(KL, ("replay",), **TENSOR, **BULK, optimizer=SHARDED),
+        two(LORA, ("retain",), **TENSOR, **FLASH),
         two(EXPERTS, ("reweight",), **TENSOR, **CONTEXT, **FLASH),
     ],
 }

@@ -162,7 +162,9 @@ OTHERS = tuple(case for case in CASES if case not in EVERY_DAY)
 
 
 # The others repeat what those show, or single-process tests, with other settings.
-@pytest.mark.parametrize("cases", [EVERY_DAY, pytest.param(OTHERS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "cases", [EVERY_DAY, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=("every day", "others")
+)
 def test_stages_give_the_updates_of_one_rank(run_ranks, prompts, cases):
     ranks = run_ranks(2, all_updates, prompts, cases, timeout_seconds=300)
     for case, *found in zip(cases, *ranks, strict=True):
