@@ -22,10 +22,11 @@ from megatron_leangrpo.pipeline.transport import StageTransport, TensorSpec
 from megatron_leangrpo.reporting.quiet import quiet_libraries
 
 STEPS = 10
-EVEN, UNEVEN = (0.030, 0.030, 0.030, 0.030), (0.020, 0.030, 0.040, 0.025)
+EVEN, UNEVEN = (0.100, 0.100, 0.100, 0.100), (0.060, 0.100, 0.140, 0.080)
+"""Seconds of the stages' forwards: long beside the millisecond in which a sleeper wakes up."""
 BACKWARD = 2.0
 """Forwards that a backward takes."""
-REPEATS = 3
+REPEATS = 2
 """The fastest one counts: a busy machine wakes sleepers late."""
 
 
@@ -102,7 +103,7 @@ def main() -> None:
             seconds, waiting = min(measure(transport, times, order) for _ in range(REPEATS))
             expected, idle = simulate_all(order, times)
             if is_first:
-                own = "all 30 ms" if forward is EVEN else "20, 30, 40, 25 ms"
+                own = "all 100 ms" if forward is EVEN else "60, 100, 140, 80 ms"
                 print(
                     f"| {own}, {flight} | {name} | {seconds:.2f} | {expected:.2f} "
                     f"| {seconds / expected - 1:+.1%} | {waiting:.1%} | {idle:.1%} |",
