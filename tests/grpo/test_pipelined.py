@@ -195,12 +195,12 @@ RUNS: dict[tuple[int, str], list[Run]] = {
         two(EXPERTS, ("reweight",), **TENSOR, **CONTEXT, **FLASH),
     ],
 }
-SLOW = ((2, "every schedule"), (3, "cuts"), (8, "tp x dp, tp x cp"))
+EVERY_DAY = ((2, "every case"), (2, "cuts, waves in flight"))
 
 
 @pytest.mark.parametrize(
     "runs",
-    [pytest.param(r, marks=pytest.mark.slow if r in SLOW else ()) for r in RUNS],
+    [pytest.param(r, marks=() if r in EVERY_DAY else pytest.mark.slow) for r in RUNS],
     ids=lambda runs: f"{runs[0]} ranks, {runs[1]}",
 )
 def test_stages_give_the_gradient_of_one_rank(run_ranks, prompts, whole, runs):
