@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -55,10 +55,13 @@ def cluster(tmp_path) -> Iterator[Cluster]:
         yield made
 
 
-def wait_for(condition: Callable[[], bool], log: Path) -> None:
+def wait_for(
+    condition: Callable[[], bool], log: Path, running: Sequence[subprocess.Popen[str]]
+) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
-        assert time.monotonic() < deadline, log.read_text()[-4000:]
+        has_ended = any(process.poll() is not None for process in running)
+        assert not has_ended and time.monotonic() < deadline, log.read_text()[-4000:]
         time.sleep(0.02)
 
 
@@ -117,7 +120,7 @@ def undisturbed(tmp_path_factory) -> bytes:
 
 def test_a_node_that_is_lost_and_replaced_continues_the_run(cluster, undisturbed, tmp_path):
     running = [launch(cluster, node, tmp_path) for node in cluster.nodes]
-    wait_for(lambda: lines(tmp_path) >= 2, tmp_path / "log0")
+    wait_for(lambda: lines(tmp_path) >= 2, tmp_path / "log0", running)
     cluster.nodes[1].kill()
     running[1] = launch(cluster, cluster.nodes[1], tmp_path)
     finish(running, tmp_path)
@@ -131,7 +134,7 @@ def test_where_one_node_is_enough_a_run_goes_on_without_one_that_is_lost_for_goo
 ):
     """With NNODES=1:2, at half the ranks, from the newest checkpoint."""
     running = [launch(cluster, node, tmp_path, NNODES="1:2") for node in cluster.nodes]
-    wait_for(lambda: lines(tmp_path) >= 2, tmp_path / "log0")
+    wait_for(lambda: lines(tmp_path) >= 2, tmp_path / "log0", running)
     cluster.nodes[1].kill()
     finish(running[:1], tmp_path)
     log = (tmp_path / "log0").read_text()
@@ -148,7 +151,7 @@ def test_a_link_that_is_cut_until_the_ranks_give_up_continues_the_run(
     # Long enough for a step on a busy machine; what is lost on the way is only missed after it.
     patience = "--parallel.timeout_seconds=20"
     running = [launch(cluster, node, tmp_path, patience) for node in cluster.nodes]
-    wait_for(lambda: lines(tmp_path) >= 2, tmp_path / "log0")
+    wait_for(lambda: lines(tmp_path) >= 2, tmp_path / "log0", running)
 
     def failures() -> int:
         return (tmp_path / "log0").read_text().count("error on rank")
@@ -156,7 +159,7 @@ def test_a_link_that_is_cut_until_the_ranks_give_up_continues_the_run(
     # On a starved machine ranks may have missed one another while they started.
     before = failures()
     cluster.cut()
-    wait_for(lambda: failures() > before, tmp_path / "log0")
+    wait_for(lambda: failures() > before, tmp_path / "log0", running)
     cluster.restore()
     finish(running, tmp_path)
     assert "resumed after iteration" in (tmp_path / "log0").read_text()
@@ -215,7 +218,7 @@ def test_a_slurm_job_that_is_preempted_is_requeued_and_continues(cluster, undist
             )
 
     first = submit(0)
-    wait_for(lambda: lines(tmp_path) >= 2, tmp_path / "log0")
+    wait_for(lambda: lines(tmp_path) >= 2, tmp_path / "log0", [first])
     first.send_signal(signal.SIGTERM)
     assert first.wait(timeout=PATIENCE_SECONDS) == 0, (tmp_path / "log0").read_text()[-4000:]
     assert (tmp_path / "requeued").read_text() == "4711\n"
