@@ -60,10 +60,13 @@ def workload_of(config: RunConfig, architecture: Architecture) -> Workload:
 
 def with_stages(config: RunConfig, architecture: Architecture) -> Architecture:
     """The architecture with its blocks dealt to the stages of a run's pipeline by their time, where
-    the recipe says nothing else.
+    the recipe says nothing else and the planner knows the family.
     """
     settings = architecture.config
     if settings.pipeline_model_parallel_size == 1 or settings.pipeline_split is not None:
+        return architecture
+    if architecture.family.shape is None:
+        # Without sizes there are no seconds: blocks are counted.
         return architecture
     in_one_piece = dataclasses.replace(settings, pipeline_model_parallel_size=1)
     work = workload_of(config, dataclasses.replace(architecture, config=in_one_piece))

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -131,6 +133,14 @@ def test_a_run_is_split_as_it_is_planned_on_any_device(tmp_path, split):
     for gpu in ("h100-80gb", "l20"):
         planned = all_candidates(config, work, [Ranks(4, pipeline=4)], find_gpu(gpu))
         assert {tuple(s.blocks for s in candidate.stages) for candidate in planned} == {blocks}
+
+
+def test_blocks_of_a_family_that_the_planner_does_not_know_are_counted(tmp_path):
+    config = _config(tmp_path, parallel={"pipeline_model_parallel_size": 2})
+    architecture = resolve_architecture(config)
+    family = dataclasses.replace(architecture.family, shape=None)
+    dealt = with_stages(config, dataclasses.replace(architecture, family=family)).config
+    assert [len(dealt.stage(n).blocks) for n in range(2)] == [2, 2]
 
 
 @pytest.mark.parametrize(
