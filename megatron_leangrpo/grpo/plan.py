@@ -30,7 +30,7 @@ from megatron_leangrpo.planner.workload import Ranks, Workload
 from megatron_leangrpo.reporting.console import Console
 
 MOST_GPUS = 1024
-_STAGES = (1, 2, 4, 8)
+STAGES = (1, 2, 4, 8)
 """Sizes of pipelines to look at, besides the configured one."""
 
 
@@ -117,7 +117,7 @@ def _choose_or_why_not(
 
 def _layouts(config: RunConfig, work: Workload, gpu: Gpu, gpus: int) -> Sequence[Ranks]:
     """Parallel sizes that heads, nodes and groups allow."""
-    stages = {*_STAGES, config.parallel.pipeline_model_parallel_size}
+    stages = {*STAGES, config.parallel.pipeline_model_parallel_size}
     layouts = possible_layouts(config, work, gpu, gpus, sorted(stages))
     if not layouts:
         below, above = range(gpus, 0, -1), range(gpus, MOST_GPUS + 1)

@@ -10,7 +10,7 @@ from megatron_leangrpo.grpo.config_checks import check_training
 from megatron_leangrpo.grpo.dry_run import check_run, rank_bytes
 from megatron_leangrpo.grpo.experiment import check_schedule
 from megatron_leangrpo.grpo.fp8 import check_fp8_training, fp8_settings
-from megatron_leangrpo.grpo.plan import possible_layouts
+from megatron_leangrpo.grpo.plan import STAGES, possible_layouts
 from megatron_leangrpo.grpo.planning import all_candidates, configured_ranks, workload_of
 from megatron_leangrpo.planner import gpus
 from megatron_leangrpo.planner.selector import Candidate, choose, name_of
@@ -72,7 +72,8 @@ def memory_check(
 
 def _other_layout(config: RunConfig, work: Workload, world: int, device: gpus.Gpu) -> str:
     """What would fit on these ranks if they were divided otherwise."""
-    layouts = possible_layouts(config, work, device, world)
+    stages = {*STAGES, config.parallel.pipeline_model_parallel_size}
+    layouts = possible_layouts(config, work, device, world, sorted(stages))
     try:
         chosen = choose(
             work, all_candidates(config, work, layouts, device), device.budget, device.name
@@ -82,7 +83,9 @@ def _other_layout(config: RunConfig, work: Workload, world: int, device: gpus.Gp
     ranks = chosen.ranks
     return (
         f"; parallel.tensor_model_parallel_size={ranks.tensor} with "
-        f"parallel.context_parallel_size={ranks.context}, grpo.schedule={chosen.schedule} and "
+        f"parallel.context_parallel_size={ranks.context}, "
+        f"parallel.pipeline_model_parallel_size={ranks.pipeline}, "
+        f"grpo.schedule={chosen.schedule} and "
         f"model.recompute_granularity={chosen.recompute} would take "
         f"{chosen.memory.total / gpus.GIB:.1f} GiB here (leangrpo plan shows all)"
     )
