@@ -202,8 +202,8 @@ def _nothing_fits(usable: Sequence[Candidate], budget: int, device: str) -> str:
         f"no schedule fits into {budget / GIB:.1f} GiB, what a run can use of {device}: the least "
         f"is {memory.total / GIB:.1f} GiB, {name_of(least)} on {least.ranks} "
         f"({memory.activations / GIB:.1f} GiB of it activations). Take a device with more memory, "
-        "more GPUs, a larger parallel.tensor_model_parallel_size or context_parallel_size, or a "
-        "smaller grpo.micro_batch_size or picture"
+        "more GPUs, a larger parallel.tensor_model_parallel_size, pipeline_model_parallel_size or "
+        "context_parallel_size, or a smaller grpo.micro_batch_size or picture"
     )
 
 
