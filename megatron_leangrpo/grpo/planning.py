@@ -24,7 +24,15 @@ from megatron_leangrpo.planner.workload import Batch, Jagg, Ranks, Workload
 
 
 def workload_of(config: RunConfig, architecture: Architecture) -> Workload:
-    """What the planner needs to know of a run; reads no weights."""
+    """What the planner needs to know of a run; reads no weights.
+
+    Raises ValueError for a family whose shape the planner does not know.
+    """
+    if architecture.family.shape is None:
+        raise ValueError(
+            f"model.family = {config.model.family}: the planner does not know its shape, so that "
+            "there is nothing to plan or to choose by; valid for grpo.schedule: any but auto"
+        )
     grpo, model = config.grpo, architecture.config
     (tokens, channels), _ = latent_geometry(config, architecture)
     settings = RolloutSettings.from_config(config.sampling, (tokens, channels), config.seed)

@@ -100,16 +100,3 @@ def balanced_split(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:
     found = best[blocks]
     assert found is not None
     return tuple(end - begin for begin, end in pairwise((*found[2], blocks)))
-
-
-def memory_costs(
-    block_weights: Sequence[float], block_graphs: Sequence[float], kept: Sequence[int]
-) -> list[list[float]]:
-    """Costs by memory: a block's weights with all that goes with them, and its graphs.
-
-    `kept[s]` is how many graphs stage `s` holds at once, see `order.most_kept`.
-    """
-    return [
-        [weights + count * graph for weights, graph in zip(block_weights, block_graphs)]
-        for count in kept
-    ]

@@ -46,6 +46,8 @@ def memory_check(
     config: RunConfig, architecture: Architecture, world: int, device: gpus.Gpu
 ) -> Check:
     """Whether the configured schedule fits by the planner's model; else what would."""
+    if architecture.family.shape is None:
+        return Check("memory", True, f"not known for model.family = {config.model.family}")
     work = workload_of(config, architecture)
     ranks = configured_ranks(config, world)
     found = all_candidates(config, work, [ranks], device)

@@ -16,8 +16,9 @@ from megatron_leangrpo.grpo.planning import all_candidates, with_stages, workloa
 from megatron_leangrpo.models.common.lora import adapter_rules
 from megatron_leangrpo.models.common.weights import full_tensors
 from megatron_leangrpo.models.saving import save_lora_folder
-from megatron_leangrpo.planner.gpus import find_gpu
+from megatron_leangrpo.planner.gpus import find_gpu, host
 from megatron_leangrpo.planner.workload import Ranks
+from megatron_leangrpo.preflight.recipe import memory_check
 from tests.grpo import tiny
 
 
@@ -139,8 +140,12 @@ def test_blocks_of_a_family_that_the_planner_does_not_know_are_counted(tmp_path)
     config = _config(tmp_path, parallel={"pipeline_model_parallel_size": 2})
     architecture = resolve_architecture(config)
     family = dataclasses.replace(architecture.family, shape=None)
-    dealt = with_stages(config, dataclasses.replace(architecture, family=family)).config
+    unknown = dataclasses.replace(architecture, family=family)
+    dealt = with_stages(config, unknown).config
     assert [len(dealt.stage(n).blocks) for n in range(2)] == [2, 2]
+    with pytest.raises(ValueError, match=r"model.family = flux: the planner does not know"):
+        workload_of(config, unknown)
+    assert "not known" in memory_check(config, unknown, 2, host(2)).found
 
 
 @pytest.mark.parametrize(
