@@ -30,7 +30,7 @@ from megatron_leangrpo.planner.workload import Ranks, Workload
 from megatron_leangrpo.reporting.console import Console
 
 MOST_GPUS = 1024
-STAGES = (1, 2, 4, 8)
+_STAGES = (1, 2, 4, 8)
 """Sizes of pipelines to look at, besides the configured one."""
 
 
@@ -117,8 +117,7 @@ def _choose_or_why_not(
 
 def _layouts(config: RunConfig, work: Workload, gpu: Gpu, gpus: int) -> Sequence[Ranks]:
     """Parallel sizes that heads, nodes and groups allow."""
-    stages = {*STAGES, config.parallel.pipeline_model_parallel_size}
-    layouts = possible_layouts(config, work, gpu, gpus, sorted(stages))
+    layouts = possible_layouts(config, work, gpu, gpus, stages_to_try(config))
     if not layouts:
         below, above = range(gpus, 0, -1), range(gpus, MOST_GPUS + 1)
         nearest = (
@@ -134,6 +133,11 @@ def _layouts(config: RunConfig, work: Workload, gpu: Gpu, gpus: int) -> Sequence
             f"nearest valid: {near}"
         )
     return layouts
+
+
+def stages_to_try(config: RunConfig) -> list[int]:
+    """Sizes of pipelines that a run could have instead of its own, and that one."""
+    return sorted({*_STAGES, config.parallel.pipeline_model_parallel_size})
 
 
 def possible_layouts(

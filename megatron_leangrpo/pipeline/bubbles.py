@@ -110,13 +110,15 @@ def few_trajectories(
     """What it costs that too few of all trajectories are in flight, be it only the last ones, in a
     sentence; None where there are enough, or it is less than a point.
     """
+    last = trajectories % in_flight
+    if in_flight >= stages and not 0 < last < stages:
+        return None
     times, windows = StageTimes.even(stages), [(step,) for step in range(max(1, steps - 1))]
     now = waiting_in_rings(schedule, times, trajectories, in_flight, steps, windows)
     enough = waiting(schedule, times, stages, steps, windows)
-    last = trajectories % in_flight
     if in_flight < stages:
         one, subject = in_flight == 1, f"{in_flight} trajector{'y' if in_flight == 1 else 'ies'}"
-    elif 0 < last < stages and now - enough >= 0.01:
+    elif now - enough >= 0.01:
         few = "" if last == 1 else f" {last}"
         one, subject = last == 1, f"the last{few} of {trajectories} trajectories"
     else:

@@ -10,7 +10,7 @@ from megatron_leangrpo.grpo.config_checks import check_training
 from megatron_leangrpo.grpo.dry_run import check_run, rank_bytes
 from megatron_leangrpo.grpo.experiment import check_schedule
 from megatron_leangrpo.grpo.fp8 import check_fp8_training, fp8_settings
-from megatron_leangrpo.grpo.plan import STAGES, possible_layouts
+from megatron_leangrpo.grpo.plan import possible_layouts, stages_to_try
 from megatron_leangrpo.grpo.planning import all_candidates, configured_ranks, workload_of
 from megatron_leangrpo.planner import gpus
 from megatron_leangrpo.planner.selector import Candidate, choose, name_of
@@ -74,8 +74,7 @@ def memory_check(
 
 def _other_layout(config: RunConfig, work: Workload, world: int, device: gpus.Gpu) -> str:
     """What would fit on these ranks if they were divided otherwise."""
-    stages = {*STAGES, config.parallel.pipeline_model_parallel_size}
-    layouts = possible_layouts(config, work, device, world, sorted(stages))
+    layouts = possible_layouts(config, work, device, world, stages_to_try(config))
     try:
         chosen = choose(
             work, all_candidates(config, work, layouts, device), device.budget, device.name
