@@ -65,7 +65,7 @@ def check_split(split: Sequence[int], stages: int, blocks: int) -> tuple[int, ..
     elif sum(split) != blocks:
         problem = f"adds up to {sum(split)}, but the transformer has {blocks} blocks"
     if problem is not None:
-        even = list(balanced_split([[1.0] * blocks] * stages))
+        even = list(balanced_split([1.0] * blocks, stages))
         raise ValueError(
             f"{SPLIT_SETTING} is {list(split)}, which {problem}; valid: {stages} positive numbers "
             f"that add up to {blocks}, as {even}"
@@ -73,15 +73,14 @@ def check_split(split: Sequence[int], stages: int, blocks: int) -> tuple[int, ..
     return tuple(split)
 
 
-def balanced_split(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:
+def balanced_split(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     """Numbers of blocks a stage, so that the costliest stage costs as little as can be.
 
-    `costs[s][i]` is what block `i` costs on stage `s`: seconds, the same on all stages, or bytes,
-    more on the first stages, which hold more graphs. Of equally good splits, an even one.
+    `costs[i]` is what block `i` costs: seconds or bytes. Of equally good splits, an even one.
     """
-    stages, blocks = len(costs), len(costs[0])
+    blocks = len(costs)
     check_stages(stages, blocks)
-    upto = [[0.0, *accumulate(row)] for row in costs]
+    upto = [0.0, *accumulate(costs)]
     # best[i]: highest cost, sum of squares and first blocks of the stages so far, on blocks < i.
     best: list[tuple[float, float, tuple[int, ...]] | None] = [(0.0, 0.0, ()), *[None] * blocks]
     for stage in range(stages):
@@ -92,7 +91,7 @@ def balanced_split(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:
             for begin in range(stage, end):
                 before = best[begin]
                 if before is not None:
-                    cost = upto[stage][end] - upto[stage][begin]
+                    cost = upto[end] - upto[begin]
                     highest, squares, begins = before
                     options.append((max(highest, cost), squares + cost**2, (*begins, begin)))
             following[end] = min(options)

@@ -33,7 +33,7 @@ def split_of(work: Workload, ranks: Ranks, gpu: Gpu = REFERENCE) -> tuple[int, .
         return split
     if split == "memory":
         weights = [_weights(work.shape, kind) for kind in work.shape.kinds]
-        return balanced_split([weights] * ranks.pipeline)
+        return balanced_split(weights, ranks.pipeline)
     # Neighbours or not: the number of data-parallel ranks changes no block.
     return split_by_time(work, replace(ranks, data=1), gpu)
 
@@ -53,7 +53,7 @@ def split_by_time(work: Workload, ranks: Ranks, gpu: Gpu) -> tuple[int, ...]:
             forward, backward = pass_seconds(one, work.micro_batch, "none", inside, gpu)
             seconds[place] = work.sampled_steps * forward + work.trained_steps * backward
         costs.append(seconds[place])
-    return balanced_split([costs] * ranks.pipeline)
+    return balanced_split(costs, ranks.pipeline)
 
 
 @lru_cache(maxsize=512)

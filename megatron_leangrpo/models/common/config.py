@@ -80,9 +80,9 @@ class TransformerSettings:
         stages, split = self.pipeline_model_parallel_size, self.pipeline_split
         if split is None:
             # Of what is left over the last stages, which hold the fewest graphs, have one more.
-            split = balanced_split([[1.0] * self.num_blocks] * stages)
+            split = balanced_split([1.0] * self.num_blocks, stages)
         elif split == "memory":
-            split = balanced_split([self.block_weights] * stages)
+            split = balanced_split(self.block_weights, stages)
         else:
             split = check_split(split, stages, self.num_blocks)
         return Stage.of(split, index)
