@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import multiprocessing
 import os
 import time
 from unittest import mock
@@ -25,6 +24,7 @@ from megatron_leangrpo.overlap.trace import Event, Trace
 from megatron_leangrpo.overlap.transport import TorchTransport, TransportError
 from megatron_leangrpo.overlap.ulysses import OverlappedHeadExchange, attend_in_groups
 from megatron_leangrpo.parallel.ulysses import HeadExchange
+from tests.distributed.launcher import CONTEXT
 from tests.overlap.test_choice import CARD
 
 SIZES = (1, 2, 3, pytest.param(4, marks=pytest.mark.slow))
@@ -280,9 +280,8 @@ def _dying_peer(rank: int, dies_in: str, store: str, answers: str) -> None:
 @pytest.mark.parametrize("dies_in", ["forward", "backward"])
 def test_a_dead_peer_ends_in_an_error(tmp_path, dies_in):
     answers = tmp_path / "error"
-    context = multiprocessing.get_context("spawn")
     processes = [
-        context.Process(
+        CONTEXT.Process(
             target=_dying_peer, args=(rank, dies_in, str(tmp_path / "store"), str(answers))
         )
         for rank in range(2)
